@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import gpu_trial, planner_points
-from bench.lease_parts import REHEARSED
+from bench.lease_parts import LEASES_PATH, REHEARSED
 from bench.lease_schedule import read_results
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
 
-LEASES_PATH = REPOSITORY / "bench" / "gpu_leases.json"
-"""What was found besides steps and points: each part's last result, by card."""
 NEXT = (
     "now `python -m bench gpu --update` and `python -m bench planner --update` judge them, and `make tables` shows them"
 )

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import generation_trial, gpu_profile, gpu_trial, optimizer_trial, planner_points
+from bench.gpu import kept_trials
 from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
 from bench.lease_schedule import Part
 from bench.optimizer_trial import OPTIMIZERS, TORCHAO
 from bench.planner_points import Point
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.checks import gpu_check, preflight, shared_gpu
 from common.checks.gpu_check import Devices, NoRoomError
 from common.checks.machine_facts import facts
@@ -24,6 +26,8 @@ from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB
 
 REHEARSED = "rehearsal on a CPU"
+LEASES_PATH = REPOSITORY / "bench" / "gpu_leases.json"
+"""What leases found besides steps and points: each part's last result, by card."""
 
 # -- the card
 
@@ -153,14 +157,28 @@ REHEARSED_POINTS = (
     Point("full", "assets/embedded_base", 1, 32, True),
 )
 ANSWERED = (8, 64)
+MACHINE = "machine"
 
 
 def parts_for(card: Gpu | None) -> list[Part]:
-    """Return the parts of a lease of this card, in their order; None: of a rehearsal."""
+    """Return the parts of a lease of this card, last those that an earlier lease found; None: of a rehearsal."""
+    known = known_parts(card.name) if card else set()
+    return sorted(wanted_parts(card), key=lambda part: part.name in known)
+
+
+def known_parts(card: str) -> set[str]:
+    """Return the names of the parts whose results are kept of this card, but for what says which machine it was."""
+    kept = json.loads(LEASES_PATH.read_text(encoding="utf-8")) if LEASES_PATH.is_file() else {}
+    found = {name for name, line in kept.get(card, {}).items() if line["status"] == "done"} - {MACHINE}
+    return found | {step_name(each["technique"], each["name"]) for each in kept_trials() if each["gpu"] == card}
+
+
+def wanted_parts(card: Gpu | None) -> list[Part]:
+    """Return the parts of a lease of this card, the most wanted first; None: of a rehearsal."""
     levers, points = [trial_part(trial, card) for trial in LEVER_TRIALS], point_parts(card)
     *new_tests, old_tests = test_parts(card)
     return [
-        _part("machine", look_at_machine, card, 10, 60),
+        _part(MACHINE, look_at_machine, card, 25, 60),
         *pair_parts(card),
         *levers[:2],
         *profile_parts(card),
@@ -189,7 +207,7 @@ def pair_parts(card: Gpu | None) -> list[Part]:
     packages = {name: pair.packages for name, pair in PAIRS.items()} | {RESTART: ()}
     others = [
         _part(
-            f"shared GPU: {name}", share_gpu, card, 45, LIMIT_S + 10,
+            f"shared GPU: {name}", share_gpu, card, 62, LIMIT_S + 10,
             pair=name, beside=at_once, left_out=not_installed(needed),
         )
         for name, needed in packages.items()
@@ -198,10 +216,16 @@ def pair_parts(card: Gpu | None) -> list[Part]:
 
 
 def trial_part(trial: Trial, card: Gpu | None) -> Part:
-    """Return the steps of a trial: micro-batches take their time."""
-    expected_s = 55 if trial.settings.get("gradient_accumulation_steps") else 40
+    """Return the steps of a trial: micro-batches take their time, and to compile layers with adapters more."""
+    compiles_adapters = trial.technique == "lora" and trial.settings.get("torch_compile")
+    expected_s = 110 if compiles_adapters else 55 if trial.settings.get("gradient_accumulation_steps") else 40
     about = {"technique": trial.technique, "name": trial.name, "left_out": _why_not(trial, card)}
-    return _part(f"steps: {trial.technique}, {trial.name}", take_steps, card, expected_s, 120, **about)
+    return _part(step_name(trial.technique, trial.name), take_steps, card, expected_s, 180, **about)
+
+
+def step_name(technique: str, name: str) -> str:
+    """Return what the steps of a trial are called."""
+    return f"steps: {technique}, {name}"
 
 
 def _why_not(trial: Trial, card: Gpu | None) -> str:
@@ -223,7 +247,7 @@ def profile_parts(card: Gpu | None) -> list[Part]:
     trials = [trial for trial in (*TRIALS, *LEVER_TRIALS) if (trial.technique, trial.name) in PROFILED]
     return [
         _part(
-            f"profile: {trial.technique}, {trial.name}", profile_step, card, 45, 120,
+            f"profile: {trial.technique}, {trial.name}", profile_step, card, 110, 180,
             technique=trial.technique, name=trial.name, left_out=_why_not(trial, card),
         )
         for trial in trials
@@ -235,7 +259,7 @@ def optimizer_parts(card: Gpu | None) -> list[Part]:
     packages = {TORCHAO: ["torchao"]}
     return [
         _part(
-            f"optimizer: {name}", step_alone, card, 12, 60,
+            f"optimizer: {name}", step_alone, card, 20, 60,
             optimizer=name, left_out=not_installed(packages.get(name, [])),
         )
         for name in OPTIMIZERS
@@ -255,7 +279,7 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
     planned_gib = point.planned(card or cpu_device()).peak_gib
     weights = read_architecture(point.model).parameters
     beside = max(1, min(PAIRS_AT_ONCE, int(card.memory_gib // (1.1 * planned_gib)))) if card else 1
-    expected_s = 12 + weights / SLOWEST_WEIGHTS_PER_S
+    expected_s = 20 + weights / SLOWEST_WEIGHTS_PER_S
     return _part(f"point: {point.label}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
 
 

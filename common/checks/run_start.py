@@ -39,7 +39,8 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
         checked = checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run)
         # each rank's plan chose how many rows its device answers at once: ranks with unlike devices take the fewest
         at_once = min(gather_object([checked.per_device_eval_batch_size]))
-        yield RunRecorder(replace(checked, per_device_eval_batch_size=at_once), rank)
+        by_hand = replace(checked, per_device_eval_batch_size=asked.per_device_eval_batch_size)
+        yield RunRecorder(replace(checked, per_device_eval_batch_size=at_once), rank, by_hand)
 
 
 def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:

@@ -72,9 +72,15 @@ class RunRecorder:
         step: How many optimizer steps were taken, once there is a trainer.
     """
 
-    def __init__(self, run: RunConfig, rank: Rank) -> None:
-        """Take the results folder; where the run resumes, with what the last start left there."""
-        self.run, self.rank = run, rank
+    def __init__(self, run: RunConfig, rank: Rank, by_hand: RunConfig | None = None) -> None:
+        """Take the results folder; where the run resumes, with what the last start left there.
+
+        Args:
+            run: What the workflow is to do.
+            rank: This process.
+            by_hand: The same without the rows at once that the plan chose: the record's command gives these settings.
+        """
+        self.run, self.rank, self.by_hand = run, rank, by_hand or run
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
@@ -216,7 +222,7 @@ class RunRecorder:
             "run_folder": self.run.run_folder,
             "run_name": self.run_name,
             "launcher": self.rank.launcher,
-            "command": command_of(self.run, self.rank),
+            "command": command_of(self.by_hand, self.rank),
             "started_at": self.started_at,
             "config": settings_anywhere(self.run),
             "model_commit": commit_of_model(self.run),

@@ -158,9 +158,22 @@ def test_every_card_has_parts_that_it_has_room_for(memory_gib: float) -> None:
     assert all(part.expected_s < part.limit_s for part in parts.values())
 
 
-def test_two_ranks_on_one_gpu_are_among_the_first_parts() -> None:
-    names = [part.name for part in lease_parts.parts_for(find_gpu(CARD))]
+def test_two_ranks_on_one_gpu_are_among_the_first_parts_of_a_card_that_nobody_has_measured() -> None:
+    names = [part.name for part in lease_parts.parts_for(find_gpu("H100 80GB SXM"))]
     assert {f"shared GPU: {part}" for part in shared_gpu.PART_NAMES} <= set(names[:13])
+
+
+def test_what_an_earlier_lease_found_waits_for_what_nobody_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card, kept = find_gpu(CARD), tmp_path / "kept.json"
+    names = [part.name for part in lease_parts.wanted_parts(card)]
+    machine, smoke, failed, *_ = names
+    found = {name: {"status": "failed" if name == failed else "done"} for name in (machine, smoke, failed)}
+    kept.write_text(json.dumps({card.name: found}))
+    monkeypatch.setattr(lease_parts, "LEASES_PATH", kept)
+    monkeypatch.setattr(lease_parts, "kept_trials", lambda: [])
+    assert [part.name for part in lease_parts.parts_for(card)] == [machine, failed, *names[3:], smoke]
 
 
 def test_parts_are_refused_without_a_gpu_and_on_another_card(

@@ -111,6 +111,16 @@ def test_a_record_names_what_it_read_so_that_it_is_found_again_and_a_kept_one_wi
     assert kept["command"].endswith("--data my_data")
 
 
+def test_a_records_command_does_not_set_the_rows_that_the_plan_chose(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.setattr(sys.modules["__main__"], "RUN", run, raising=False)
+    record = RunRecorder(replace(run, per_device_eval_batch_size=7), RANK, by_hand=run).complete()
+    assert record["config"]["per_device_eval_batch_size"] == 7
+    assert "per_device_eval_batch_size" not in record["command"]
+
+
 def test_a_run_of_several_threads_is_not_kept(run: RunConfig) -> None:
     log = RunRecorder(replace(run, threads=2), RANK)
     log.complete()
