@@ -76,6 +76,30 @@ class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 
 
+@contextmanager
+def reading(what: str, next_step: str = "") -> Iterator[None]:
+    """Refuse, in one sentence that names it, something of a user's that a library cannot read.
+
+    Wrap only the library's call, so that a fault of ours is not taken for the user's.
+
+    Args:
+        what: Of the file, model, adapter, template or record, with its place: "config.json of my_model".
+        next_step: A sentence of what to do.
+
+    Raises:
+        BadInputError: the library has raised anything but a full disk or too little memory.
+    """
+    try:
+        yield
+    except (BadInputError, RunStoppedError, MemoryError):
+        raise
+    except Exception as error:
+        if is_full_disk(error):
+            raise
+        why = f"{type(error).__name__}: {said_by(error)}"
+        raise BadInputError(f"{what} cannot be read ({why}). {next_step}".rstrip()) from error
+
+
 def closest(word: object, known: Iterable[object]) -> str:
     """Return the word of `known` that was probably meant; empty where none is close."""
     return next(iter(get_close_matches(str(word), [str(each) for each in known], n=1)), "")
