@@ -51,6 +51,8 @@ class LoopTrainer(AuditedTrainer):
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
     """
 
+    is_written_out = True
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rank = self.strategy.rank
