@@ -247,7 +247,7 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
         ([SINGLE, "--model", "nobody/no-such-model"], "There is no shape of nobody/no-such-model"),
         ([SINGLE, "--max_length", "4"], "no token to learn within its first 4 tokens"),
         ([SINGLE, "--seq-len", "1"], "--seq-len is 1, but must be at least 2"),
-        ([SINGLE, "--seq-len", "513"], "The longest row has 513 tokens, but assets/embedded_base reads 512"),
+        ([SINGLE, "--seq-len", "513"], "--seq-len is 513, but assets/embedded_base reads 512"),
         ([SINGLE, "--target_modules", "no_proj"], "no linear layer 'no_proj'"),
         ([CLASSIFICATION, "--parallel", "single", "--seq-len", "600"], "600 tokens, but all-minilm-l6-v2 reads 512"),
         ([CLASSIFICATION, "--parallel", "tp", "--devices", "5"], "num_attention_heads is 12"),
