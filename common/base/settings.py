@@ -232,8 +232,8 @@ class DataSettings:
     )
     control_tokens: Literal["text", "refuse"] = setting(
         "text",
-        "What happens to rows whose texts have control tokens of the tokenizer in them, such as <|im_end|> or </s>: text = "
-        "they are read as the characters that they are, and end or begin nothing; they are counted in any case.",
+        "What happens to rows whose texts have control tokens of the tokenizer in them, such as <|im_end|> or </s>: "
+        "text = they are read as the characters that they are, and end or begin nothing; they are counted in any case.",
     )
     empty_rows: Literal["refuse", "skip"] = setting(
         "refuse",

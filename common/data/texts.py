@@ -19,7 +19,6 @@ from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, padd
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
-DIGITS = re.compile(r"(\d+)")
 MOST_LABELS, MOST_LABELS_SAID = 100, 20
 """In a record and in a line, of the commonest: there may be hundreds of thousands."""
 
@@ -150,10 +149,12 @@ def in_natural_order(labels: Iterable[str]) -> list[str]:
     try:
         sizes = {label: float(label) for label in labels}
     except ValueError:
-        return sorted(
-            labels, key=lambda label: [int(part) if part.isdecimal() else part for part in DIGITS.split(label)]
-        )
+        return sorted(labels, key=_words_and_numbers)
     return sorted(labels, key=sizes.__getitem__) if all(map(math.isfinite, sizes.values())) else labels
+
+
+def _words_and_numbers(label: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]
 
 
 def near_labels(labels: Iterable[str]) -> str:
@@ -247,7 +248,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     if not cut:
         return said
     return (
-        f"{said}; {cut:,} of {len(rows):,} summaries have more than max_target_length, {run.max_target_length}, tokens, "
+        f"{said}; {cut:,} of {len(rows):,} summaries have more than max_target_length, {run.max_target_length}, tokens "
         "and are learnt without their end"
     )
 
