@@ -418,9 +418,10 @@ class CheckpointedTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         schedule = self.lr_scheduler
         if checkpoint and isinstance(schedule, LambdaLR):  # of others a changed rate was refused
-            schedule.base_lrs = own
-            for group, rate, factor in zip(schedule.optimizer.param_groups, own, schedule.lr_lambdas, strict=True):
-                group["initial_lr"], group["lr"] = rate, rate * factor(schedule.last_epoch)
+            now = [rate * factor(schedule.last_epoch) for rate, factor in zip(own, schedule.lr_lambdas, strict=True)]
+            schedule.base_lrs, schedule._last_lr = own, now
+            for group, rate, rate_now in zip(schedule.optimizer.param_groups, own, now, strict=True):
+                group["initial_lr"], group["lr"] = rate, rate_now
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with silent("transformers.trainer"):  # it warns of embeddings that stand there once, as they are tied
