@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser, parse_overrides, settings_parser
-from common.base.run_config import RunConfig, check_choice
+from common.base.run_config import LARGEST, RunConfig, check_choice
 from common.base.specs import TASKS
 from common.data.messages import first_tokens
 from common.data.pairs import prompt_length
@@ -107,10 +107,10 @@ def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         BadInputError: the chat template cannot write a row.
     """
-    uncut = replace(run, max_length=sys.maxsize, long_texts="cut")
+    uncut = replace(run, max_length=LARGEST, long_texts="cut")
     if not run.goal.summarizes:
         return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
-    tokens = tokens_of(splits.train, tokenizer, replace(uncut, max_target_length=sys.maxsize))
+    tokens = tokens_of(splits.train, tokenizer, replace(uncut, max_target_length=LARGEST))
     return Preview(splits, tokens, run.max_length, False, run.max_target_length)
 
 
