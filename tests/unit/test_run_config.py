@@ -232,7 +232,7 @@ def test_a_yaml_value_means_what_is_written(
         assert (found, type(found)) == (value, type(value))
 
 
-NESTED = "model: " + "[" * 1500
+NESTED = "model: " + "[" * 600
 ALIASES = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
 MERGES = "a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [*{a}, *{a}, *{a}]}}\n" for a, b in pairwise("abcdefghijklmnop"))
 
