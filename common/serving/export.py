@@ -19,6 +19,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, get_token
 from peft.utils import CONFIG_NAME
 from transformers import AutoTokenizer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
@@ -47,7 +48,9 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     check_new(output)
     card = card_of(tuned)
     shutil.copytree(tuned.whole_model, output)
-    save_stops(output, AutoTokenizer.from_pretrained(output))  # runs of an older version did not
+    save_stops(
+        output, AutoTokenizer.from_pretrained(output, trust_remote_code=False)
+    )  # runs of an older version did not
     card.save(output / CARD_NAME)
     return output
 
@@ -74,7 +77,7 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     check_new(output)
     card = card_of(tuned, is_adapter=True)
     shutil.copytree(adapter, output)
-    save_stops(output, AutoTokenizer.from_pretrained(output))
+    save_stops(output, AutoTokenizer.from_pretrained(output, trust_remote_code=False))
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -112,17 +115,14 @@ def is_exported(tuned: TunedRun, folder: Path) -> bool:
     """
     if not os.path.lexists(folder):
         return False
-    expected = {path.relative_to(tuned.whole_model) for path in tuned.whole_model.rglob("*")} | {Path(CARD_NAME)}
-    found = {path.relative_to(folder) for path in folder.rglob("*")}
-    others = sorted(map(str, expected ^ found)) or [
-        str(name)
-        for name in sorted(expected - {Path(CARD_NAME)})
-        if (folder / name).is_file() and not filecmp.cmp(folder / name, tuned.whole_model / name, shallow=False)
-    ]
-    if others:
+    own = {path.name for path in tuned.whole_model.iterdir()} - {CARD_NAME, GENERATION_CONFIG_NAME}
+    found = {path.name for path in folder.glob("*")}
+    others = sorted((own | {CARD_NAME}) ^ (found - {GENERATION_CONFIG_NAME}))
+    _, changed, unread = filecmp.cmpfiles(tuned.whole_model, folder, sorted(own & found), shallow=False)
+    if others or changed or unread:
         raise BadInputError(
             f"--output is {folder}, which exists already, and is not what {tuned.folder.name} exports (it differs in "
-            f"{shown(others)}): name a new folder."
+            f"{shown([*others, *changed, *unread])}): name a new folder."
         )
     return True
 
@@ -221,6 +221,7 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
     commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
     place = base if "/" in base else str(REPOSITORY / Path(tuned.recorded_base).expanduser())
     served = ["vllm", "serve", place, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
+    served += ["--generation-config", str(folder)]  # where generation stops: the base's may say otherwise
     print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")
 
 
