@@ -1,17 +1,21 @@
-"""How a command ends: wrong usage and mistakes in one sentence, errors without secrets, each with its exit code."""
+"""How a command ends: mistakes in one sentence, faults of ours in a report, no secrets, each with its exit code."""
 
 import io
 import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
 from common.base.asked_to_save import remember_if_asked
 from common.base.errors import (
+from common.base.inert import printable
     AskedToEndError,
     BadInputError,
     RunStoppedError,
@@ -20,6 +24,7 @@ from common.base.errors import (
     when_told_to_end,
 )
 from common.base.parsing import parse_overrides
+from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.torchrun import check_told
@@ -31,6 +36,7 @@ ASKED_TO_END_EXIT_CODE = 128 + signal.SIGUSR1
 TOLD_ALONE = (
     f"error: this run was told to end ({{}}); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
+FAULT = "a fault of this project, or of code that was changed"
 MOST_SAID = 4_000
 """Characters of an error."""
 SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
@@ -105,6 +111,7 @@ def silent_if_well() -> Iterator[None]:
 def refused_in_one_sentence() -> Iterator[None]:
     """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`.
 
+    Any other error is a fault of ours, or of code that a user has changed: its trace is kept in a file (exit code 1).
     Where what is printed is read by a command that ends earlier, such as `head`, it ends silently.
     """
     try:
@@ -124,15 +131,33 @@ def refused_in_one_sentence() -> Iterator[None]:
         hide_secrets(mistake)
         _say_once(mistake)
         sys.exit(BAD_INPUT_EXIT_CODE)
-    except BaseException as error:
+    except RunStoppedError as stop:
+        hide_secrets(stop)
+        sys.exit(f"error: {stop}")
+    except Exception as error:
         hide_secrets(error)
+        sys.exit(report_fault(error))
+    except BaseException as left:
+        hide_secrets(left)
         raise
+
+
+def report_fault(error: Exception) -> str:
+    """Write an error's trace into a file of the system's temporary folder; return what is said of it."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    of_libraries = {path for path, _ in frames if not path.is_relative_to(REPOSITORY) or "site-packages" in path.parts}
+    path, line = next((each for each in reversed(frames) if each[0] not in of_libraries), frames[-1])
+    place = f"{path.name if path in of_libraries else path.relative_to(REPOSITORY)}, line {line}"
+    with tempfile.NamedTemporaryFile("w", prefix="fault-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write("".join(traceback.format_exception(error)))
+    said = shortened(f"{type(error).__name__}: {error}")
+    return f"error: {FAULT} ({place}): {said}\nIts trace is in {file.name}: send it with a report, or read it there."
 
 
 def _say_once(error: Exception) -> None:
     """Say an error that every rank has, once for each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {shortened(str(error))}", file=sys.stderr)
+        print(f"error: {printable(shortened(str(error)))}", file=sys.stderr)
     else:
         when_told_to_end(signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
         time.sleep(SPEAK_FIRST_S)
