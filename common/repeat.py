@@ -9,7 +9,6 @@ runs on virtual hosts (`python -m common.network_trial`), and those below docs (
 """
 
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,7 +21,8 @@ from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_folders import folder_named
-from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record
+from common.records import store
+from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record, words_of_command
 from common.runtime.launchers import stream_command
 
 LOOKED_AT_S = 5.0
@@ -49,7 +49,7 @@ def records_in(folders: Sequence[str]) -> dict[Path, Record]:
         paths = [path for path in sorted(REPOSITORY.glob(f"{KEPT}/*.json")) if path.is_relative_to(place)]
         if not paths:
             raise BadInputError(f"There is no kept record below {folder}: pass a technique's folder or a run folder.")
-        found |= {path: load_record(path) for path in paths}
+        found |= dict(store.records_in(paths))
     return found
 
 
@@ -82,7 +82,7 @@ def repeat(record: Record) -> Path:
     if not OF_A_FOLDER.fullmatch(record["command"]):
         raise BadInputError(f"{record['command']!r} starts no workflow of {record['run_folder']}: remove the record.")
     begins = datetime.now(UTC).isoformat(timespec="seconds")
-    program, *words = shlex.split(record["command"])
+    program, *words = words_of_command(record)
     folder = REPOSITORY / record["run_folder"]
     stream_command([sys.executable, *PROGRAMS.get(program, []), *words], cwd=folder)
     results = folder / "results" / record["run_name"]

@@ -176,10 +176,10 @@ class DataSettings:
         "visual_questions conversations with a "
         "picture each, also a folder of pictures with metadata.jsonl or metadata.csv.",
     )
-    dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
+    dataset_config: str = setting("", "Which of the configurations of a dataset of the Hub or its clone, if several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
-    dataset_train_split: str = setting("train", "With a dataset of the Hub: the split to train on.")
-    dataset_test_split: str = setting("test", "With a dataset of the Hub: the split to report on.")
+    dataset_train_split: str = setting("train", "The split to train on, of data with splits of their own.")
+    dataset_test_split: str = setting("test", "The split to report on, of data with splits of their own.")
     prompt_column: str = setting(
         "",
         "With conversations: the column with the questions, of a table whose columns are not recognised.",

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.inert import printable
 from common.base.parsing import OneSentenceParser, parse_overrides, settings_parser
 from common.base.run_config import LARGEST, RunConfig, check_choice
 from common.base.specs import TASKS
@@ -67,7 +68,7 @@ class Preview:
         text = coloured(row, tokenizer, in_colour)
         if "rejected_ids" not in row:
             return text
-        return f"{text}\nthe rejected answer: {tokenizer.decode(row['rejected_ids'][prompt_length(row) :])}"
+        return f"{text}\nthe rejected answer: {printable(tokenizer.decode(row['rejected_ids'][prompt_length(row) :]))}"
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -122,7 +123,7 @@ def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = 
     for place, token in enumerate(row["input_ids"]):
         part.append(token)
         if place + 1 == len(learns) or learns[place + 1] != learns[place]:
-            said, part = tokenizer.decode(part), []
+            said, part = printable(tokenizer.decode(part)), []
             dimmed = f"{READ}{said}{PLAIN}" if in_colour else said
             text += f"{starts}{said}{ends}" if learns[place] else dimmed
     return text

@@ -8,6 +8,7 @@ from functools import cache
 from hashlib import sha256
 
 from common.base.errors import BadInputError
+from common.base.inert import printable
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
@@ -89,7 +90,7 @@ def check_budget(tokens: int, row: Row, run: RunConfig) -> None:
 def say_once(line: str) -> None:
     """Print a line once, however often the data are read, by one rank of a machine; an empty one not at all."""
     if line and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(without_secrets(line))
+        print(printable(without_secrets(line)))
 
 
 def summary_of(train: Sequence[Tokens], validation: Sequence[Tokens], run: RunConfig) -> dict[str, int]:

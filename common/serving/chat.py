@@ -14,11 +14,20 @@ from transformers import PreTrainedModel, TextStreamer
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, reading
+from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.data.answer_ends import stops_of_model
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 
 Message = dict[str, str]
+
+
+class InertStreamer(TextStreamer):
+    """Prints an answer as it is written; what would steer the terminal is shown as its number."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print the next part of the answer."""
+        super().on_finalized_text(printable(text), stream_end)
 
 
 @dataclass
@@ -62,7 +71,7 @@ class Conversation:
             **sampling,
             **stops.settings(tokenizer),
             max_new_tokens=self.max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=InertStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         answer = stops.cut(tokenizer.decode(generated[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
         turns.append({"role": "assistant", "content": answer})

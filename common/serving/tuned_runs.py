@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.architectures import is_hub_id
 from common.planning.device_maps import whole_model_on
-from common.records.store import RECORD_NAME, Record, load_record
+from common.records.store import RECORD_NAME, Record, load_whole_record
 
 PLAIN_MODULE = "megatron.core"  # which PEFT writes into the settings of each LoRA adapter, and never imports for one
 
@@ -60,7 +60,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         BadInputError: there is no such run, or several, or it did not end well, or it does not chat.
     """
     folder = _find_folder(name)
-    record = load_record(folder / RECORD_NAME)
+    record = load_whole_record(folder / RECORD_NAME)
     if record["status"] != "completed":
         raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
     run = RunConfig.of_record(record["config"])
