@@ -15,7 +15,6 @@ from pathlib import Path
 
 from common.base.asked_to_save import remember_if_asked
 from common.base.errors import (
-from common.base.inert import printable
     AskedToEndError,
     BadInputError,
     RunStoppedError,
@@ -23,6 +22,7 @@ from common.base.inert import printable
     said_by,
     when_told_to_end,
 )
+from common.base.inert import printable
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig

@@ -83,7 +83,7 @@ ELSEWHERE = (
     {
         "fault": 13,
         "technique": "machines",
-        "outcome": "on one machine launchers choose another port; torchrun on several waits for who listens there",
+        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for who listens there",
         "test": "docs/several_machines.md",
     },
     {
