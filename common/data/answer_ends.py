@@ -230,14 +230,12 @@ def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
 def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: GenerationConfig | None = None) -> None:
     """Write where generation stops into a folder's generation config, beside what it has, or else the `base`'s has.
 
-    A text that ends answers is written, too: Transformers' `generate` then asks for the tokenizer.
+    A text that ends answers is not: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
     """
     settings = _saved_settings(folder) or (json.loads(base.to_json_string()) if base else {})
     stops = stops_of(tokenizer, settings.get("eos_token_id"))
     ids = list(stops.token_ids)
     settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None
-    if stops.texts:
-        settings["stop_strings"] = list(stops.texts)
     written = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # as Transformers writes it
     (folder / GENERATION_CONFIG_NAME).write_text(written, encoding="utf-8")
 
