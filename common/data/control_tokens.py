@@ -26,7 +26,11 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     picture = getattr(getattr(tokenizer, "processor", None), "image_token", "")  # a row that has it is refused
     names = sorted({*special, *tokenizer.all_special_tokens} - {picture}, key=len, reverse=True)
-    return re.compile("|".join(re.escape(name) for name in names if name.strip()) or "(?!)")
+    by_begin: dict[str, list[str]] = {}  # few branches where a token may begin: of thousands each would be tried
+    for name in filter(str.strip, names):
+        by_begin.setdefault(name[:2], []).append(re.escape(name[2:]))
+    found = "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in by_begin.items())
+    return re.compile(found or "(?!)")
 
 
 def control_token_in(row: Row, pattern: re.Pattern[str]) -> str | None:
@@ -52,38 +56,43 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
     Raises:
         BadInputError: with the first token and its row; also where the tokenizer cannot encode it as text.
     """
-    pattern = control_tokens(tokenizer)
-    first: dict[str, Row] = {}
-    count = total = 0
+    pattern, total = control_tokens(tokenizer), 0
+    rows_of: dict[str, list[Row]] = {}
     for rows in splits:
         total += len(rows)
         for row in rows:
             token = control_token_in(row, pattern)
             if token:
-                count += 1
-                first.setdefault(token, row)
-    if not first:
+                rows_of.setdefault(token, []).append(row)
+    if not rows_of:
         return
-    token, row = next(iter(first.items()))
+    token, (first, *_) = next(iter(rows_of.items()))
     found = (
-        f"{count:,} of {total:,} rows have control tokens of the tokenizer in their texts (the first is {token!r} in "
-        f"{place_of(row)})"
+        f"{sum(map(len, rows_of.values())):,} of {total:,} rows have control tokens of the tokenizer in their texts "
+        f"(the first: {token!r} in {place_of(first)})"
     )
     if run.control_tokens == "refuse":
         raise BadInputError(
-            f"{found}, but control_tokens is 'refuse': take them out, or pass --control_tokens text, which reads them "
-            "as text."
+            f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text, by which they are "
+            "read as text."
         )
-    for each, its_row in first.items():
-        if tokenizer.convert_tokens_to_ids(each) in tokenizer(each, add_special_tokens=False, **AS_TEXT)["input_ids"]:
+    for token, (row, *_) in rows_of.items():
+        if not _is_encodable(token, tokenizer):
             raise BadInputError(
-                f"{place_of(its_row)} has {each!r} in its texts, which this tokenizer cannot encode as text, only as "
-                "its control token: take it out."
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
+                "control token: take it out."
             )
+    has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
     say_once(
-        f"WARNING: {found}: they are read as text; rows that a chat template has written belong into `messages`, and "
-        "--control_tokens refuse refuses all such rows"
+        f"WARNING: {found}: they are read as text (--control_tokens refuse refuses such rows)"
+        f"{has_template if run.goal.converses else ''}"
     )
+
+
+def _is_encodable(token: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a control token can be encoded as text; a model of pieces (Unigram) may have it as a piece."""
+    ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
+    return token == tokenizer.unk_token or tokenizer.convert_tokens_to_ids(token) not in ids
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -20,7 +20,7 @@ from common.data.control_tokens import check_control_tokens
 from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
 from common.data.folders import files_of_splits, names_below
 from common.data.row_checks import check_ids, check_rows_apart, say_once
-from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens
+from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named
 from common.data.stored_rows import take
 from common.data.texts import label_names, without_empty
 
@@ -96,6 +96,7 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
             f"test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)
+    say_once(_say_names({split: (name, found[name][1]) for split, name in names.items()}, source))
     return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
 
 
@@ -120,6 +121,13 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has {', '.join(others)}: not read" if others else "")
     return chosen
+
+
+def _say_names(names: dict[str, tuple[str, str]], source: str) -> str:
+    """Return one line on splits that are called otherwise, by what a source calls each, and where it is; or none."""
+    called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
+    others = [f"{name} is {split}" for split, name in called.items() if split_named(name) and split not in name.lower()]
+    return f"{source}: {', '.join(others)}" if others else ""
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
@@ -164,7 +172,12 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
-        found = load_dataset(run.data, run.dataset_config or None, revision=run.dataset_revision or None)
+        found = load_dataset(
+            run.data,
+            run.dataset_config or None,
+            revision=run.dataset_revision or None,
+            trust_remote_code=False,
+        )
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
