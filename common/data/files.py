@@ -118,7 +118,7 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
         BadInputError: the file is missing, cannot be read, or is no file of its kind.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
-        raise BadInputError(f"The name of the data file {ascii(source)} is not UTF-8: rename it.")
+        raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
     suffix = suffix_of(source)
     if suffix in BINARY:
         return {"train": _binary_rows(source, suffix, holds)}

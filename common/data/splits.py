@@ -285,7 +285,7 @@ def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunC
 
 
 def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
-    """Check what a tokenizer alone tells of rows: control tokens in their texts, and with `long_texts` what is too long.
+    """Check what a tokenizer alone tells of rows: control tokens in their texts, and what `long_texts` refuses.
 
     Raises:
         BadInputError: a row is to be refused for either; with where it stands.

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any
 
@@ -24,6 +24,7 @@ MOST_LEVELS = 100
 """Lists and objects within each other in a row; at about a thousand all that walks through a row fails."""
 WRAPPERS = 2
 """Objects around the rows of a JSON file, at most, as in `{"data": {"train": [...]}}`."""
+DECODER, SPACES = json.JSONDecoder(), re.compile(r"\s*")
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON escapes each half of a character such as an emoji."""
 
@@ -109,20 +110,24 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
     head = first_lines(lines)
     first = head[-1].strip() if head else ""
     is_list = first.startswith("[")
-    more = [] if is_list or _goes_on(first) else first_lines(lines)
+    goes_on = is_list or _goes_on(first)
+    more = [] if goes_on else first_lines(lines)
     if more and more[-1].strip():
         return {"train": parse_lines(chain(head, more, lines), source)}
     content = "".join(chain(head, more, lines))
     if not content.strip():
         return {"train": []}
     try:
-        value = _decoded(content, source)
+        found = _decoded(content, source, _values_in) if goes_on else [_decoded(content, source)]
     except json.JSONDecodeError as error:
         if not is_list:
             return {"train": parse_lines(content.split("\n"), source)}
         raise BadInputError(
             f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
         ) from None
+    if len(found) > 1:  # as jq writes rows: one after another, in several lines each
+        return {"train": _numbered(found, content, f"{source}, row")}
+    value = found[0]
     splits = {"train": value} if is_list else _splits_in(value, WRAPPERS)
     if not splits and isinstance(value, dict) and "\n" not in content.strip():
         return {"train": parse_lines(content.split("\n"), source)}
@@ -164,7 +169,17 @@ def parse_lines(lines: Iterable[str], source: str) -> Found:
         yield row, where
 
 
-def _decoded(text: str, where: str) -> Any:
+def _values_in(text: str) -> list[Any]:
+    """Return the values of JSON that stand one after another in a text."""
+    values, place = [], SPACES.match(text).end()
+    while place < len(text):
+        value, place = DECODER.raw_decode(text, place)
+        values.append(value)
+        place = SPACES.match(text, place).end()
+    return values
+
+
+def _decoded(text: str, where: str, decode: Callable[[str], Any] = json.loads) -> Any:
     """Return what a text of JSON says.
 
     Raises:
@@ -172,7 +187,7 @@ def _decoded(text: str, where: str) -> Any:
         BadInputError: it is, but Python does not read it.
     """
     try:
-        return json.loads(text)
+        return decode(text)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets

@@ -116,8 +116,7 @@ def with_delimiter(delimiter: str) -> str:
         with_delimiter("|"),
         CSV.replace(",", ", "),
         CSV.replace("question,answer", " question , answer "),
-        CSV.replace("question,answer", '"question", "answer"').replace(",Vance", ', "Vance').replace("\nWho", '"\nWho')[:-1]
-        .replace('answer""', 'answer"') + '"\n',
+        '"question", "answer"\n' + "".join(f'"{row["question"]}", "{row["answer"]}"\n' for row in rows()),
         CSV.replace("\n", ",,\n"),
         CSV.replace("\n", ",\n", 1),
         CSV.replace("answer\n", "answer\n,\n") + ",\n,\n\n , \n",
@@ -206,6 +205,7 @@ def of_pandas(orient: str) -> str:
         json.dumps(rows(), indent=4),
         json.dumps(CHATS, indent=4),
         "\n\n" + "\n\n".join(map(json.dumps, rows())),
+        "\n".join(json.dumps(row, indent=2) for row in rows()),  # as jq writes them
     ],
 )
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])

@@ -279,7 +279,8 @@ def test_a_parquet_file_with_pictures_is_refused_unless_the_texts_are_named(colu
 @pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "train/metadata.jsonl", "train/metadata.csv"])
 def test_a_folder_of_pictures_is_refused_by_its_file_of_texts(name: str, tmp_path: Path) -> None:
     write(tmp_path / name, [{"file_name": "0.png", **PAIR}])
-    assert re.search(f"{name}, .*pictures in the column 'file_name': go to 3.3", refusal_of(RunConfig(data=str(tmp_path))))
+    said = f"{name}, .*pictures in the column 'file_name': go to 3.3"
+    assert re.search(said, refusal_of(RunConfig(data=str(tmp_path))))
 
 
 CHOICES = {
