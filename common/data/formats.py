@@ -263,7 +263,8 @@ def _normalised(message: object, where: str) -> Message:
         )
     if content is None and kept.get("tool_calls"):
         content = ""
-    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):
+    is_number = isinstance(content, int) and not isinstance(content, bool)
+    if is_number or (isinstance(content, float) and math.isfinite(content)):
         content = str(content)  # a number for an answer; what is missing in a table of pandas is nan, and is refused
     return {**kept, "role": ROLES[str(speaker)], "content": _joined(content, where)}
 

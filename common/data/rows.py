@@ -145,7 +145,8 @@ def said_in(message: dict[str, Any]) -> str:
     if "tool_calls" not in message:
         return message["content"]
     calls = [call.get("function") or call for call in message["tool_calls"]]
-    said = [json.dumps({key: call[key] for key in ("name", "arguments")}, ensure_ascii=False) for call in calls]
+    called = [{key: call[key] for key in ("name", "arguments")} for call in calls]
+    said = [json.dumps(each, ensure_ascii=False, default=str) for each in called]  # Arrow has more types than JSON
     return "\n".join([message["content"], *said] if message["content"] else said)
 
 

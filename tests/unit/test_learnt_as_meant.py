@@ -1,6 +1,7 @@
 """What is learnt is what was meant: calls of tools, control tokens in texts, weights, JSON in tables, cuts, labels."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.checks.preview import main as preview_command
 from common.data.messages import answer_of
 from common.data.row_checks import digest, say_once
 from common.data.rows import IGNORED_LABEL, Row, Splits, Tokens, texts_of
@@ -513,3 +517,68 @@ def test_labels_that_are_nearly_the_same_are_said(
     write(tmp_path / "train.jsonl", labelled(one, one, "else"))
     sentence = refusal_of(replace(LABELS, data=str(tmp_path)))
     assert f"{one!r} and {other!r}" in sentence
+
+
+# -- before a model loads, and before anything is learnt
+
+
+@pytest.mark.slow
+def test_a_run_is_refused_before_its_model_loads(tmp_path: Path) -> None:
+    rows = [{"question": f"Which shelf {number}?", "answer": "The third." * number} for number in range(1, 12)]
+    run = replace(RUN, data=write(tmp_path / "rows.jsonl", rows), max_length=40, long_texts="refuse")
+    with pytest.raises(BadInputError, match="answers that go beyond max_length, 40, tokens"):
+        check_inputs(run)
+    rows[3]["question"] = f"What is {MARK}?"
+    data = write(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 4.*control_tokens refuses"):
+        check_inputs(replace(RUN, data=data, control_tokens="refuse"))
+
+
+def test_a_control_token_that_a_tokenizer_cannot_write_as_text_is_refused() -> None:
+    pieces = [("</s>", 0.0), ("<unk>", 0.0), *((letter, -3.0) for letter in "abc</>_x0")]
+    model = Tokenizer(models.Unigram(pieces, unk_id=1))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="</s>", unk_token="<unk>", extra_special_tokens=["<x_0>"]
+    )
+    rows_with = {
+        token: [{"text": f"a{token}b", "summary": "c", "where": "a.csv, row 3"}] for token in ("</s>", "<unk>", "<x_0>")
+    }
+    with pytest.raises(BadInputError, match=r"a\.csv, row 3 has '</s>' in its texts, which this tokenizer cannot"):
+        check_tokens(Splits(*[rows_with["</s>"]] * 3), tokenizer, SUMMARIES)
+    for token in ("<unk>", "<x_0>"):
+        check_tokens(Splits(*[rows_with[token]] * 3), tokenizer, SUMMARIES)
+    (row,) = tokens_of(rows_with["<x_0>"], tokenizer, SUMMARIES)
+    assert tokenizer.convert_tokens_to_ids("<x_0>") not in row["input_ids"]
+
+
+def test_the_preview_counts_summaries_that_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": f"Ann: {number}?", "summary": f"Ann asks {number}. " * (1 + number // 9)} for number in range(10)]
+    for name in ("train", "validation", "test"):
+        write(tmp_path / f"{name}.json", rows)
+    options = ["--task", "summarization", "--technique", "full", "--model", str(EMBEDDED_SUMMARIZER)]
+    monkeypatch.setattr(sys, "argv", ["data", str(tmp_path), *options, "--max_target_length", "14"])
+    preview_command()
+    assert "1 summaries have more than max_target_length, 14" in capsys.readouterr().out
+    sys.argv += ["--long_texts", "refuse"]
+    with pytest.raises(SystemExit):
+        preview_command()
+    assert "1 of 10 summaries have more than 14 tokens" in capsys.readouterr().err
+
+
+def test_files_that_are_called_otherwise_than_their_split_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train", "dev", "eval", "more"):
+        write(tmp_path / f"{name}.jsonl", [{"question": f"{name} {number}?", "answer": "a"} for number in range(3)])
+    say_once.cache_clear()
+    load_splits(replace(RUN, data=str(tmp_path)))
+    said = capsys.readouterr().out
+    assert "dev.jsonl is validation, eval.jsonl is test" in said
+    assert "not read are more.jsonl" in said
+
+
+@pytest.mark.parametrize("answer", [10**400, -3, 2.5])
+def test_an_answer_that_is_a_number_is_learnt_as_it_is_written(answer: float) -> None:
+    assert read({"question": "How many?", "answer": answer})[0]["messages"][1]["content"] == str(answer)
