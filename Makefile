@@ -47,7 +47,7 @@ deepspeed: $(RUNS) ## DeepSpeed, for the ZeRO stages of 2.6: an extra, as pip bu
 
 run: $(RUNS) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_size 8"
 	@test -n "$(FOLDER)" || { echo "error: pass FOLDER=<technique>/<run folder>" >&2; exit 2; }
-	@echo; echo "== $(FOLDER) $(ARGS)"; $(BIN)/python -m common.launch "$(FOLDER)" $(ARGS)
+	@printf "\n== %s %s\n" "$$FOLDER" "$$ARGS"; $(BIN)/python -m common.launch "$(FOLDER)" $(ARGS)
 
 record: $(RUNS) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run name>
 	@test -n "$(RUN)" || { echo "error: pass RUN=<run folder>/results/<run name>" >&2; exit 2; }

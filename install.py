@@ -45,7 +45,9 @@ def main() -> None:
 def indexes() -> dict[str, str]:
     """Return pip's indexes as uv's variables; those that are set for uv already stay."""
     listed = subprocess.run([PYTHON, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
-    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: the best version of all indexes, not of the first
+    # the first index that has the version of constraints.txt: an index of PyTorch's has some packages in old ones only.
+    # pip's way, the best version of all indexes, would let any of them put a newer package in the place of another's
+    found = {"UV_INDEX_STRATEGY": "unsafe-first-match"}
     for line in listed.splitlines():  # such as global.index-url='https://...'; `:env:` comes last, and counts
         name, _, value = line.partition("=")
         setting = name.rpartition(".")[2]

@@ -79,7 +79,7 @@ class Compared:
 def make_base(model_type: str, pre_tokenizer: str, folder: Path) -> Path:
     """Save a small base with random weights, and a tokenizer that divides texts as `pre_tokenizer` does."""
     expression = next(each for each, name in PRE_TOKENIZERS.items() if name == pre_tokenizer)
-    embedded = AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+    embedded = AutoTokenizer.from_pretrained(EMBEDDED_BASE, trust_remote_code=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False),
@@ -101,7 +101,7 @@ def make_base(model_type: str, pre_tokenizer: str, folder: Path) -> Path:
         bos_token_id=None, **SIZES,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
 
@@ -117,8 +117,8 @@ def tuned_on(base: Path | str, workflow: str, results: Path, *settings: str) -> 
 
 def compare(tuned: TunedRun, weight_type: str, folder: Path) -> Compared:
     """Write a tuned model as GGUF into `folder`, and let llama.cpp tokenize and answer its run's test questions."""
-    tokenizer = AutoTokenizer.from_pretrained(tuned.whole_model)
-    model = AutoModelForCausalLM.from_pretrained(tuned.whole_model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tuned.whole_model, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(tuned.whole_model, dtype=torch.float32, trust_remote_code=False).eval()
     rows = load_splits(tuned.run).test
     file = export_gguf(tuned.whole_model, folder / f"{tuned.folder.name}-{weight_type}.gguf", weight_type)
     llama = load_llama(file)

@@ -10,10 +10,11 @@ import tempfile
 from bench.entries import Entry, measured
 from bench.recipe import Technique
 from common.base.paths import REPOSITORY
+from common.base.torchrun import nodes_command
 
 BARS = {16: 0.85, 64: 0.93}
 """By rows of the global batch: least share of the machine's ceiling."""
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", *nodes_command(1, 2)[1:]]
 STEPS = {16: 8, 64: 3}
 """By rows of the global batch: optimizer steps of a turn, about a second."""
 

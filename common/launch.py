@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.base.asked_to_save import remember_if_asked
-from common.base.command_line import refused_in_one_sentence
+from common.base.command_line import refused_in_one_sentence, silent_if_well
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
@@ -30,7 +30,8 @@ def run_or_launch(
         BadInputError: the run refuses its input; no rank was started.
     """
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        check_inputs(run)
+        with silent_if_well():
+            check_inputs(run)
         _become(run, script, overrides)
     remember_if_asked()
     workflow(run)
@@ -49,13 +50,14 @@ def main() -> None:
     if overrides and not overrides[0].startswith("-"):
         folder = Path(overrides.pop(0))
     scripts = workflows_of(folder)
-    workflow = import_workflow(scripts[0])
+    workflow, first = import_workflow(scripts[0]), os.path.relpath(scripts[0])
     if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
-        os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])
+        os.execv(sys.executable, [sys.executable, first, *overrides])
     run = parse_overrides(workflow.RUN, overrides)
-    check_inputs(run)
+    with silent_if_well():
+        check_inputs(run)
     if len(scripts) == 1:
-        _become(run, scripts[0].name, overrides)
+        _become(run, first, overrides)
     run_each(scripts, run, overrides)
 
 
@@ -64,7 +66,7 @@ def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) 
     for number, script in enumerate(scripts, 1):
         print(f"\n== workflow {number} of {len(scripts)}: {script.name}", flush=True)
         named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []
-        stream_command(ranks_command(run, script.name, [*overrides, *named]))
+        stream_command(ranks_command(run, os.path.relpath(script), [*overrides, *named]))
     records = results_in(run.results_folder("").resolve())
     print(f"\n{own_tables(run.goal).results_text(records)}")
 

@@ -16,10 +16,10 @@ from tabulate import tabulate
 from common.base.command_line import refused_in_one_sentence
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
+from common.base.torchrun import nodes_command
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import step_s
 from common.reporting.summarization import EXCHANGES
-from common.runtime.machines import nodes_command
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, virtual_network
 
 WORKFLOW = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     gains = {}
     for mbit in options.mbit:
-        records = measure(mbit, options.delay_ms, tuple(EXCHANGES), options.steps, options.results_root)
+        records = measure(mbit, options.delay_ms, tuple(EXCHANGES), options.steps, options.results_root.absolute())
         gains[mbit] = gain(records)
         print(table(records))
         print(f"the best exchange is {gains[mbit]:.2f} times as fast as sending after the backward pass\n")

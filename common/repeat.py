@@ -8,7 +8,7 @@ is, and is named at the end. Left out are records of notebooks (`make notebooks`
 runs on virtual hosts (`python -m common.network_trial`), and those below docs (`python docs/measure.py`).
 """
 
-import shlex
+import re
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -20,7 +20,9 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record
+from common.base.run_folders import folder_named
+from common.records import store
+from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record, words_of_command
 from common.runtime.launchers import stream_command
 
 LOOKED_AT_S = 5.0
@@ -28,6 +30,11 @@ BUSY_PERCENT = 15.0
 NOTEBOOK = "the notebook"
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
 """What stands for a launcher's program, by this Python."""
+OF_A_FOLDER = re.compile(
+    r"(python( -m common\.ray_train)?|torchrun --nproc_per_node \d+"
+    r"|accelerate launch --config_file my_accelerate_config\.yaml) my_workflow_\w+\.py( .*)?"
+)
+"""Commands that a record may have run here: they start a workflow of its run folder."""
 
 
 def records_in(folders: Sequence[str]) -> dict[Path, Record]:
@@ -37,11 +44,12 @@ def records_in(folders: Sequence[str]) -> dict[Path, Record]:
         BadInputError: a folder has none.
     """
     found: dict[Path, Record] = {}
-    for folder in folders or [""]:
-        paths = [path for path in sorted(REPOSITORY.glob(f"{KEPT}/*.json")) if path.is_relative_to(REPOSITORY / folder)]
+    for folder in folders or [str(REPOSITORY)]:
+        place = folder_named(Path(folder))
+        paths = [path for path in sorted(REPOSITORY.glob(f"{KEPT}/*.json")) if path.is_relative_to(place)]
         if not paths:
             raise BadInputError(f"There is no kept record below {folder}: pass a technique's folder or a run folder.")
-        found |= {path: load_record(path) for path in paths}
+        found |= dict(store.records_in(paths))
     return found
 
 
@@ -69,10 +77,12 @@ def repeat(record: Record) -> Path:
 
     Raises:
         RuntimeError: the run failed, or left no new record of this name.
-        BadInputError: its record is none to keep.
+        BadInputError: its record is none to keep, or its command starts anything but a workflow of its folder.
     """
+    if not OF_A_FOLDER.fullmatch(record["command"]):
+        raise BadInputError(f"{record['command']!r} starts no workflow of {record['run_folder']}: remove the record.")
     begins = datetime.now(UTC).isoformat(timespec="seconds")
-    program, *words = shlex.split(record["command"])
+    program, *words = words_of_command(record)
     folder = REPOSITORY / record["run_folder"]
     stream_command([sys.executable, *PROGRAMS.get(program, []), *words], cwd=folder)
     results = folder / "results" / record["run_name"]

@@ -17,10 +17,12 @@ import sys
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
-from common.records.store import kept_records
+from common.records.schema import is_registered
+from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, own_tables, results_of_this_machine, task_of
 from common.reporting.screen import on_screen
@@ -52,20 +54,26 @@ def main() -> None:
         return
     if options.check or options.write:
         sys.exit(_render_readmes(options.write))
-    print(_all_tables(options.json) if options.results is None else _results(options))
+    print(printable(_all_tables(options.json) if options.results is None else _results(options)))
 
 
 def _render_readmes(write: bool) -> int:
-    """Name the pages that disagree with the records, or write them; return the exit code."""
+    """Name the pages that disagree with the records, or write them; return the exit code.
+
+    Records that cannot be read are left out of the pages, and fail a check.
+    """
     records = kept_records()
+    all_are_read = [len(records), len(kept_records(STUDY))] == [len(kept_files()), len(kept_files(STUDY))]
     made = {path: with_tables(path.read_text(encoding="utf-8"), records) for path in readmes()}
     made[PAGE] = page_of(records)
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
-        if write:
+        if write and path == PAGE:
+            write_page()
+        elif write:
             path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")
-    return int(bool(stale) and not write)
+    return int(not write and (bool(stale) or not all_are_read))
 
 
 def _results(options: argparse.Namespace) -> str:
@@ -75,19 +83,21 @@ def _results(options: argparse.Namespace) -> str:
     if options.results:
         found = called(found, options.results)
     shown = [run for run in found if run["status"] == "completed" or options.results or options.failed]
-    in_common = [run for run in shown if not TASKS[task_of(run)].has_own_tables]
+    known = [run for run in shown if is_registered(run)]
+    in_common = [run for run in known if not TASKS[task_of(run)].has_own_tables]
     if options.json:
-        return side_by_side(in_common).to_json(indent=2)
+        return json.dumps(side_by_side(in_common).to_dict(), indent=2)
     hidden = len(found) - len(shown)
     parts = [f"{hidden} runs that did not complete are hidden: name them, or pass --failed"] if hidden else []
     if in_common:
         parts += [on_screen(side_by_side(in_common)), LEGEND]
-    done = {task_of(run) for run in shown if run["status"] == "completed"}
+    done = {task_of(run) for run in known if run["status"] == "completed"}
     for name, task in TASKS.items():
         if task.has_own_tables and name in done:
-            parts += [task.title, own_tables(task).results_text(shown)]
+            parts += [task.title, own_tables(task).results_text(known)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in in_common]  # fmt: skip
+    parts += [f"{run['run_name']}: of something that is not registered here" for run in shown if run not in known]
     return "\n\n".join(parts)
 
 

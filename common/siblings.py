@@ -23,7 +23,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import LITERAL, literal_lines, run_folders
 from common.base.specs import DEEPSPEED, FSDP
-from common.runtime.machines import nodes_command
+from common.base.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
@@ -67,7 +67,7 @@ deepspeed_config:
 """,
 }
 DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # Accelerate's name of what shards
-TORCHRUN = r"torchrun --standalone --nproc_per_node \d+ "
+TORCHRUN = shlex.join(nodes_command(1, 0)).replace(" 0 ", r" \d+ ")
 ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
 ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank NUMBER --main_process_ip ADDRESS"
 """How a workflow's docstring starts its ranks on one machine, and with Accelerate on each of several."""
@@ -95,20 +95,14 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     text = source.read_text(encoding="utf-8")
     if LITERAL.search(text):
         text = text.replace(_literals(text), _literals(own.read_text(encoding="utf-8")))
-    if run.nodes > 1:  # a torchrun on each machine
-        if re.search(TORCHRUN, text):
-            text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
+    text = re.sub(TORCHRUN, shlex.join(nodes_command(run.nodes, run.devices // run.nodes)), text)
+    if run.nodes > 1:  # a launcher on each machine
         number = ", which has NUMBER 0" if re.search(ACCELERATE, text) else ""
         text = text.replace(
             "From this folder:", f"From this folder, on each machine (ADDRESS is the first one's{number}):"
         )
-        for launcher, here in (
-            (TORCHRUN, shlex.join(nodes_command(run.nodes, run.ranks_per_node))),
-            (ACCELERATE, ACCELERATE_ON_NODE),
-        ):
-            text = re.sub(launcher, lambda found, here=here: f"{here} \\\n        ", text)
-        return text
-    return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
+        text = re.sub(ACCELERATE, lambda _: f"{ACCELERATE_ON_NODE} \\\n        ", text)
+    return text
 
 
 def _literals(text: str) -> str:

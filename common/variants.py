@@ -4,18 +4,18 @@ Such a workflow has `RUN`, `SETTINGS` (the options of each, for all) and `defaul
 gives a setting's run before further overrides.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 
-from common.base.command_line import ended_by_one_sentence
+from common.base.command_line import ended_by_one_sentence, silent_if_well
 from common.base.parsing import settings_parser
 from common.checks.folder_runs import first_options, name_of, run_of_arguments
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
-from common.reporting.rows import clock, own_tables, results_of_this_machine
+from common.reporting.rows import clock, own_tables, results_in, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
@@ -29,7 +29,7 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
         if options.all:
             sys.exit(run_all(workflow, options.quick, overrides))
         run = run_of_arguments(workflow, sys.argv[1:])
-        run_or_launch(workflow.workflow, run, Path(workflow.__file__).name, sys.argv[1:])
+        run_or_launch(workflow.workflow, run, os.path.relpath(workflow.__file__), sys.argv[1:])
 
 
 def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
@@ -49,23 +49,25 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
     Raises:
         BadInputError: a setting refuses its input; none was started.
     """
-    script, failed, start_s = Path(workflow.__file__), [], time.perf_counter()
+    script, failed, start_s = os.path.relpath(workflow.__file__), [], time.perf_counter()
     settings = [[*setting, *(["--quick"] if is_quick else []), *overrides] for setting in workflow.SETTINGS]
     runs = [run_of_arguments(workflow, setting) for setting in settings]
-    for run in runs:
-        check_inputs(run)
+    with silent_if_well():
+        for run in runs:
+            check_inputs(run)
     names = [name_of(run) for run in runs]
     for number, (setting, run, name) in enumerate(zip(settings, runs, names, strict=True), 1):
         print(
             f"\n== setting {number} of {len(runs)}: {name} ({clock(time.perf_counter() - start_s)} so far)", flush=True
         )
         try:
-            stream_command(ranks_command(run, script.name, setting), cwd=script.parent)
+            stream_command(ranks_command(run, script, setting))
         except RuntimeError as failure:
             print(f"{name}: {failure}")
             failed.append(name)
     done = {(run.run_folder, name) for run, name in zip(runs, names, strict=True)}
-    records = [each for each in results_of_this_machine() if (each["run_folder"], each["run_name"]) in done]
+    found = results_in(runs[0].results_folder("")) if runs[0].results_root else results_of_this_machine()
+    records = [each for each in found if (each["run_folder"], each["run_name"]) in done]
     results_text = own_tables(workflow.RUN.goal).results_text
     print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
     if failed:

@@ -193,7 +193,7 @@ def _enter(host: "VirtualHost") -> None:
 
 def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     """Run a Python command as this process, from its environment to its exit code."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.freeze()  # what the server has imported is not looked through, nor copied, at each collection

@@ -771,8 +771,8 @@ REPORTS = (
     Fault(
         "a run that failed pushes a completed one out",
         "common/runtime/disks.py",
-        "    if aside.exists() and not _completed(folder):\n",
-        "    if aside.exists() and _completed(folder):\n",
+        "    if next(places_aside(folder, PREVIOUS)).exists() and not _completed(folder):\n",
+        "    if next(places_aside(folder, PREVIOUS)).exists() and _completed(folder):\n",
         _unit("run_record", "a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before"),
     ),
     Fault(
@@ -830,7 +830,7 @@ PROCESSES = (
     Fault(
         "a setting with a password in it is kept in the record",
         "common/base/secrets.py",
-        '    return "a password" if password else None\n',
+        '    return "a password or a token before the @ of a URL" if _logins_in(value) else None\n',
         "    return None\n",
         _faults("secrets", "a_setting_with_a_secret_is_refused_without_saying_it"),
     ),
@@ -879,8 +879,8 @@ PROCESSES = (
     Fault(
         "two runs write into one results folder",
         "common/runtime/disks.py",
-        "            except Timeout:\n                taken = True\n",
-        "            except Timeout:\n                taken = False\n",
+        "        if refusals := list(filter(None, gather_object([why_not]))):\n",
+        "        if refusals := []:\n",
         _faults("processes", "a_results_folder_has_one_owner_at_a_time[single]"),
     ),
     Fault(
@@ -990,15 +990,15 @@ MODELS_AND_ROWS = (
     Fault(
         "an archive is read as if it were a compressed file",
         "common/data/files.py",
-        "    if inner in ARCHIVES or (is_compressed and inner == PARQUET):\n",
+        "    if inner in ARCHIVES or (is_compressed and inner in BINARY):\n",
         "    if False:\n",
         _unit("labelled_data", "an_archive_is_refused"),
     ),
     Fault(
         "a folder's own validation and test files are passed over",
         "common/data/splits.py",
-        "    there = {name: file for name, file in files.items() if file}\n",
-        "    there = {}\n",
+        "        if found:\n            chosen[split] = found\n",
+        "        if found and split == 'train':\n            chosen[split] = found\n",
         _unit("labelled_data", "splits_that_a_folder_lacks_are_held_out"),
     ),
     Fault(

@@ -1,6 +1,7 @@
 """Files of rows as people have them: written for a test, and what a run reads of them or says against them."""
 
 import csv
+import gzip
 import io
 import json
 from collections.abc import Sequence
@@ -21,11 +22,18 @@ def write(path: Path | str, content: Sequence[Any] | str | bytes) -> str:
     """Write rows as the file's name says, or its whole content; return the path, which may be a URL."""
     name = str(path).removesuffix(".gz")
     if name.endswith(".parquet") and not isinstance(content, bytes):
-        Dataset.from_list(content).to_parquet(path)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            Dataset.from_list(content).to_parquet(file)
         return str(path)
     text = content if isinstance(content, str | bytes) else text_of(content, name.rpartition(".")[2])
+    content = text if isinstance(text, bytes) else text.encode()
+    if isinstance(path, Path) and path.suffix not in (".bz2", ".xz"):  # whatever is in its name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+        return str(path)
     with fsspec.open(path, "wb", compression="infer", auto_mkdir=True) as file:
-        file.write(text if isinstance(text, bytes) else text.encode())
+        file.write(content)
     return str(path)
 
 

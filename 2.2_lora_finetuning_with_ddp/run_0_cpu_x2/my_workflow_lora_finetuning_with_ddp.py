@@ -1,8 +1,10 @@
-"""LoRA fine-tuning with DDP: one process on each device, every one with the whole model.
+r"""LoRA fine-tuning with DDP: one process on each device, every one with the whole model.
 
 From this folder:
-    torchrun --standalone --nproc_per_node 2 my_workflow_lora_finetuning_with_ddp.py
-    torchrun --standalone --nproc_per_node 2 my_workflow_lora_finetuning_with_ddp.py --batch_size 16
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_lora_finetuning_with_ddp.py
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_lora_finetuning_with_ddp.py --batch_size 16
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_lora_finetuning_with_ddp.py
 
 Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is

@@ -1,8 +1,10 @@
-"""Full fine-tuning with sharding: ranks share the rows as with DDP, and divide what each of them would hold.
+r"""Full fine-tuning with sharding: ranks share the rows as with DDP, and divide what each of them would hold.
 
 From this folder:
-    torchrun --standalone --nproc_per_node 4 my_workflow_full_finetuning_with_fsdp.py
-    torchrun --standalone --nproc_per_node 4 my_workflow_full_finetuning_with_fsdp.py --technique lora
+    torchrun --nproc_per_node 4 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_full_finetuning_with_fsdp.py
+    torchrun --nproc_per_node 4 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_full_finetuning_with_fsdp.py --technique lora
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a

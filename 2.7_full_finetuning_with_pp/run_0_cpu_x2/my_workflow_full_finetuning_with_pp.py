@@ -1,9 +1,12 @@
-"""Full fine-tuning with pipeline parallel: each rank holds a stage of the model, and micro-batches keep all busy.
+r"""Full fine-tuning with pipeline parallel: each rank holds a stage of the model, and micro-batches keep all busy.
 
 From this folder:
-    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py
-    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py --schedule gpipe
-    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py --technique lora
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_full_finetuning_with_pp.py
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_full_finetuning_with_pp.py --schedule gpipe
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_full_finetuning_with_pp.py --technique lora
 
 Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads its stage only, (3) the trainer's step is
 a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one model.

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedModel
 
-from common.data.batches import longest_batch
+from common.data.batches import longest_batch, longest_first
 from common.data.rows import Splits
 from common.data.splits import tokens_of
 from common.runtime.recorder import RunRecorder
@@ -25,7 +25,7 @@ def build_trainer(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Audit
     run = log.run
     with log.phase("build trainer"):
         rows, validation = (tokens_of(split, tokenizer, run) for split in (data.train, data.validation))
-        validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
+        validation = longest_first(validation)
         stage_map, plan = None, None
         if run.parallelism.pipelines:
             placement = place_stages(run, longest_batch(rows, run.per_device_train_batch_size, run), log.gpu())

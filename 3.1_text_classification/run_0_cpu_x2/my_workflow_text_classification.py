@@ -1,10 +1,11 @@
-"""Text classification: full fine-tuning or LoRA, on one device, with DDP, PP or TP, at the same global batch.
+r"""Text classification: full fine-tuning or LoRA, on one device, with DDP, PP or TP, at the same global batch.
 
 From this folder:
     python my_workflow_text_classification.py --all
     python my_workflow_text_classification.py --technique lora --parallel ddp
     python my_workflow_text_classification.py --technique full --parallel pp --micro_batches 1 --schedule gpipe
-    torchrun --standalone --nproc_per_node 2 my_workflow_text_classification.py --technique lora --parallel tp
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_text_classification.py --technique lora --parallel tp
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_text_classification.py
 
 `python` starts as many ranks as the setting has. A setting is this folder's run with (1) the technique's own recipe and

@@ -1,7 +1,8 @@
 r"""Summarization across machines, one rank on each: a plain training loop on torch.distributed.
 
 From this folder:
-    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_machines.py
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_summarization_machines.py
 or on virtual hosts that stand for machines (docs/several_machines.md says how to start it on your own):
     python -m common.virtual_hosts --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d \
         --rdzv_endpoint {master}:29400 my_workflow_summarization_machines.py --devices 2 --nodes 2

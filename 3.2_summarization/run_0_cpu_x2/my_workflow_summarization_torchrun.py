@@ -1,8 +1,10 @@
-"""Summarization with a rank on each device: Transformers' `Seq2SeqTrainer`, started by torchrun.
+r"""Summarization with a rank on each device: Transformers' `Seq2SeqTrainer`, started by torchrun.
 
 From this folder:
-    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py
-    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py --num_train_epochs 1
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_summarization_torchrun.py
+    torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_summarization_torchrun.py --num_train_epochs 1
     python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions N  # the steps of N ranks
 
 Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from common.base.run_config import RunConfig
-from common.data.batches import partition
+from common.data.batches import longest_first, partition
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
@@ -66,5 +66,5 @@ def build(
     with log.phase("build trainer"):
         model = strategy.load_model()
         rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
+        validation = longest_first(validation)
         return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class)

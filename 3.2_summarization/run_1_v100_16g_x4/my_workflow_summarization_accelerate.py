@@ -1,8 +1,9 @@
-"""Summarization with a rank on each device: a plain training loop with Accelerate.
+r"""Summarization with a rank on each device: a plain training loop with Accelerate.
 
 From this folder:
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_summarization_accelerate.py
-    torchrun --standalone --nproc_per_node 4 my_workflow_summarization_accelerate.py
+    torchrun --nproc_per_node 4 --rdzv_backend c10d --rdzv_conf store_type=file \
+        my_workflow_summarization_accelerate.py
 
 `Accelerator.prepare` gets (1) the model, around which it puts DDP, and (2) the optimizer. It does not get the rows,
 which it would divide by repeating some where they do not divide evenly, nor the learning-rate schedule, which it would

@@ -1,27 +1,44 @@
-"""How a command ends: wrong usage and mistakes in one sentence, errors without secrets, each with its exit code."""
+"""How a command ends: mistakes in one sentence, faults of ours in a report, no secrets, each with its exit code."""
 
+import io
 import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 
 from common.base.asked_to_save import remember_if_asked
-from common.base.errors import AskedToEndError, BadInputError, RunStoppedError, is_of_the_network, said_by
+from common.base.errors import (
+    AskedToEndError,
+    BadInputError,
+    RunStoppedError,
+    is_of_the_network,
+    said_by,
+    when_told_to_end,
+)
+from common.base.inert import printable
 from common.base.parsing import parse_overrides
+from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
+from common.base.torchrun import check_told
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 CLOSED_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 ASKED_TO_END_EXIT_CODE = 128 + signal.SIGUSR1
 TOLD_ALONE = (
-    f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
+    f"error: this run was told to end ({{}}); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
+FAULT = "a fault of this project, or of code that was changed"
+MOST_SAID = 4_000
+"""Characters of an error."""
 SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
 
 
@@ -39,7 +56,7 @@ def ended_by_one_sentence() -> Iterator[None]:
     A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
+        say_when_told_to_end(TOLD_ALONE)
     with refused_in_one_sentence():
         try:
             yield
@@ -64,6 +81,11 @@ def ended_by_one_sentence() -> Iterator[None]:
             raise
 
 
+def say_when_told_to_end(said: str) -> None:
+    """Leave this process with `said`, and so with a record, at a signal to end, whose name takes the place of `{}`."""
+    when_told_to_end(lambda number, _: sys.exit(said.format(signal.Signals(number).name)))
+
+
 def how_to_resume() -> str:
     """Return what to start after a run of several ranks has ended, perhaps on several machines."""
     ranks_here, ranks = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -74,11 +96,29 @@ def how_to_resume() -> str:
 
 
 @contextmanager
+def silent_if_well() -> Iterator[None]:
+    """Print what is said within only where an error leaves it: ranks that follow check, and say it, again."""
+    held = io.StringIO()
+    try:
+        with redirect_stdout(held):
+            yield
+    except BaseException:
+        print(held.getvalue(), end="", flush=True)
+        raise
+
+
+@contextmanager
 def refused_in_one_sentence() -> Iterator[None]:
     """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`.
 
+    Any other error is a fault of ours, or of code that a user has changed: its trace is kept in a file (exit code 1).
     Where what is printed is read by a command that ends earlier, such as `head`, it ends silently.
     """
+    try:
+        check_told(os.environ)
+    except BadInputError as mistake:  # whichever rank this process would be
+        print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(BAD_INPUT_EXIT_CODE)
     try:
         yield
         sys.stdout.flush()  # what is still buffered is refused here, and not when Python ends
@@ -88,17 +128,44 @@ def refused_in_one_sentence() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at its end fails again
         sys.exit(CLOSED_PIPE_EXIT_CODE)
     except BadInputError as mistake:
+        hide_secrets(mistake)
         _say_once(mistake)
         sys.exit(BAD_INPUT_EXIT_CODE)
+    except RunStoppedError as stop:
+        hide_secrets(stop)
+        sys.exit(f"error: {stop}")
+    except Exception as error:
+        hide_secrets(error)
+        sys.exit(report_fault(error))
+    except BaseException as left:
+        hide_secrets(left)
+        raise
+
+
+def report_fault(error: Exception) -> str:
+    """Write an error's trace into a file of the system's temporary folder; return what is said of it."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    of_libraries = {path for path, _ in frames if not path.is_relative_to(REPOSITORY) or "site-packages" in path.parts}
+    path, line = next((each for each in reversed(frames) if each[0] not in of_libraries), frames[-1])
+    place = f"{path.name if path in of_libraries else path.relative_to(REPOSITORY)}, line {line}"
+    with tempfile.NamedTemporaryFile("w", prefix="fault-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write("".join(traceback.format_exception(error)))
+    said = shortened(f"{type(error).__name__}: {error}")
+    return f"error: {FAULT} ({place}): {said}\nIts trace is in {file.name}: send it with a report, or read it there."
 
 
 def _say_once(error: Exception) -> None:
     """Say an error that every rank has, once for each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(shortened(str(error)))}", file=sys.stderr)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
+        when_told_to_end(signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
         time.sleep(SPEAK_FIRST_S)
+
+
+def shortened(said: str) -> str:
+    """Return a sentence of at most `MOST_SAID` characters, without its middle: a user's values may be of any length."""
+    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
 
 
 def _reader_is_gone() -> bool:

@@ -4,10 +4,14 @@ import errno
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
+"""What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
+GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[(\S*/)?gloo/\S+\.(cc|h):\d+\]")
+"""How gloo's errors begin, which have no class of their own: with the place in its source."""
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
 
@@ -20,34 +24,48 @@ class AskedToEndError(RunStoppedError):
     """Raised on every rank when a run ends as its scheduler has asked, and all that it needs to resume is saved."""
 
 
+Handler = Callable[..., object] | int | None
+"""What Python does at a signal."""
+
+
+def when_told_to_end(do: Handler) -> dict[signal.Signals, Handler]:
+    """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can.
+
+    A signal that is ignored stays so: nohup has SIGHUP ignored.
+    """
+    heard = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, do) for number in heard}
+
+
 @contextmanager
 def told_later() -> Iterator[None]:
-    """Hold back a SIGTERM until the block is left, such as one that arrives while a failure is being recorded."""
+    """Hold back signals to end until the block is left, such as one that arrives while a failure is being recorded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     told: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    before = when_told_to_end(lambda number, _: told.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
     if told:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(told[0])
 
 
 def is_of_the_network(error: BaseException) -> bool:
     """Return whether an error means that another rank is gone.
 
-    Gloo's errors have no class of their own. NCCL's have a single one for everything, but its own out-of-memory error,
-    or two ranks on one GPU, are no lost rank.
+    NCCL's errors have a single class for everything, but its own out-of-memory error, or two ranks on one GPU, are no
+    lost rank.
     """
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
     if isinstance(error, DistBackendError):
         is_local = "shared memory" in str(error)  # a container's /dev/shm is small: docker's --shm-size
         return not is_local and any(words in str(error) for words in NCCL_LOST_RANK)
-    return isinstance(error, DistError) or "gloo" in str(error).lower()
+    return isinstance(error, DistError) or GLOO.match(str(error)) is not None
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -63,7 +81,7 @@ def said_by(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> str:
     """Return the status of a run that ended with `error`: `interrupted`, `oom` or `failed`."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | AskedToEndError):  # the second: told to end by SIGTERM
+    if isinstance(error, KeyboardInterrupt | SystemExit | AskedToEndError):  # the second: told to end
         return "interrupted"
     name = type(error).__name__
     is_of_nccls_buffers = name == "DistBackendError" and "out of memory" in str(error)
@@ -74,6 +92,31 @@ def status_of(error: BaseException) -> str:
 
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
+
+
+@contextmanager
+def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None]:
+    """Refuse, in one sentence that names it, something of a user's that a library cannot read or build.
+
+    Wrap only the library's call, so that a fault of ours is not taken for the user's.
+
+    Args:
+        what: Of the file, model, adapter, template or record, with its place: "config.json of my_model".
+        next_step: A sentence of what to do.
+        done: What the library does with it: read, built.
+
+    Raises:
+        BadInputError: the library has raised anything but a full disk or too little memory.
+    """
+    try:
+        yield
+    except (BadInputError, RunStoppedError, MemoryError):
+        raise
+    except Exception as error:
+        if is_full_disk(error):
+            raise
+        why = f"{type(error).__name__}: {said_by(error)}"
+        raise BadInputError(f"{what} cannot be {done} ({why}). {next_step}".rstrip()) from error
 
 
 def closest(word: object, known: Iterable[object]) -> str:

@@ -2,13 +2,18 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+import yaml
 from trl import TrlParser
 
-from common.base.errors import BadInputError, closest
+from common.base.errors import BadInputError, closest, reading
 from common.base.run_config import RunConfig
+from common.base.secrets import without_secrets
 from common.base.settings import GROUPS, RENAMED
 
 HELP_COLUMNS, HELP_INDENT = 100, 34
@@ -58,7 +63,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
         end = " --help lists the options." if message.endswith("?") else "; --help lists the options"
-        self.exit(2, f"error: {message}{end}\n")
+        self.exit(2, f"error: {without_secrets(message)}{end}\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Return the options' values; exit with code 2 where one is unknown."""
@@ -82,6 +87,20 @@ class OneSentenceParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of its choices ({known}){question}")
 
 
+class AsWritten(yaml.SafeLoader):
+    """Reads a plain value as the text that it is written as: YAML itself makes False of `no`, and 750 of `12:30`."""
+
+    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+        """Return the next node; an alias is refused, as a few lines of them make a value of any size."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError(f"an alias, {self.peek_event().anchor}, where a value is to be")
+        return super().compose_node(parent, index)
+
+
+for _kind in ("bool", "int", "float", "timestamp"):
+    AsWritten.add_constructor(f"tag:yaml.org,2002:{_kind}", AsWritten.construct_scalar)
+
+
 class SettingsParser(OneSentenceParser, TrlParser):
     """TRL's parser: options from the fields of dataclasses, with dashes or underscores; `--config FILE` reads YAML."""
 
@@ -103,20 +122,49 @@ class SettingsParser(OneSentenceParser, TrlParser):
             SystemExit: with code 2 for an option that is unknown, or a value of the wrong kind.
             BadInputError: the YAML file does not exist, or is no mapping of names and values.
         """
-        try:
-            *parsed, unknown = self.parse_args_and_config(arguments, return_remaining_strings=True)
-        except BadInputError:
-            raise
-        except (OSError, IndexError, ValueError) as error:
-            raise BadInputError(
-                f"--config names no YAML file of settings ({error}): write `name: value` lines."
-            ) from None
-        if unknown:
+        of_file = OneSentenceParser(add_help=False)
+        of_file.add_argument("--config", action="append", default=[])
+        named, arguments = of_file.parse_known_args(arguments)
+        unknown = [word for file in named.config for word in self.set_defaults_with_config(**self._read(file))]
+        *parsed, others = self.parse_args_into_dataclasses(
+            arguments, return_remaining_strings=True, look_for_args_file=False
+        )
+        if unknown := [*unknown, *others]:
             old = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
             if old in RENAMED:
                 self.error(f"--{old} is called --{RENAMED[old]} now")
             self.refuse_unknown(unknown)
         return {name: value for group in parsed for name, value in vars(group).items()}
+
+    def _read(self, file: str) -> dict[str, Any]:
+        """Return the values of a YAML file by their names, as the command line would have them."""
+        with reading(f"--config {file}", "Write `name: value` lines."):
+            try:
+                with Path(file).expanduser().open("rb") as stream:
+                    found = AsWritten(stream).get_single_data()
+            except yaml.YAMLError as error:  # whose first line does not say where
+                raise ValueError(" ".join(str(error).split())) from None
+        if not isinstance(found, dict):
+            raise BadInputError(f"--config {file} has no names with values: write `name: value` lines.")
+        if "env" in found:  # TRL would set it, and a module that PYTHONPATH leads to would run
+            raise BadInputError(
+                f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
+            )
+        values = {str(name): value for name, value in found.items()}
+        groups = map(fields, self.dataclass_types)
+        switches = {each.name for each in chain(*groups) if bool in (each.type, *get_args(each.type))}
+        for option in self._actions:
+            value = values.get(option.dest)
+            if isinstance(option, argparse._AppendAction):
+                values |= {option.dest: [value]} if isinstance(value, str) else {}
+            elif not isinstance(value, str | bool | None):
+                raise BadInputError(
+                    f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
+                    "several names as on the command line, with commas between."
+                )
+            elif option.dest in switches and isinstance(value, str):
+                values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
+        return values
 
 
 def settings_parser(defaults: RunConfig, **for_argparse: Any) -> SettingsParser:

@@ -31,6 +31,10 @@ LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest who
 # of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
+SET_ASIDE = re.compile(r".*\.(previous|unfinished|bad)(-\d+)?", re.IGNORECASE)
+"""The names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints."""
+LARGEST = 2**31 - 1  # what the libraries below count with
 
 Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
@@ -50,11 +54,16 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     Raises:
         BadInputError: with all of them.
     """
+    choices = list(choices)
     if value not in choices:
-        choices = list(choices)
         meant = closest(value, choices)
         question = f" (did you mean {meant}?)" if meant else ""
         raise BadInputError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}{question}.")
+
+
+def names_in(setting: str) -> tuple[str, ...]:
+    """Return the names that stand in a setting with commas between."""
+    return tuple(name.strip() for name in setting.split(","))
 
 
 @dataclass(frozen=True)
@@ -75,13 +84,18 @@ class RunConfig(
     """
 
     def __post_init__(self) -> None:
-        self._check_types()
+        self.check_types()
         self._check_secrets()
         complaint = next(chain(self._out_of_range(), self._meaningless(), contradictions(self)), None)
         if complaint:
             raise BadInputError(complaint)
 
-    def _check_types(self) -> None:
+    def check_types(self) -> None:
+        """Check each setting by itself: its kind, its choices, and that numbers are finite and can be counted with.
+
+        Raises:
+            BadInputError: with the setting and its value.
+        """
         hints = _types_of(type(self))
         for each in fields(self):
             value, expected = getattr(self, each.name), hints[each.name]
@@ -92,6 +106,13 @@ class RunConfig(
                 value, (int, float) if expected is float else expected
             ):
                 raise BadInputError(f"{each.name} is {value!r}, but must be of type {expected.__name__}.")
+            elif expected is not str and not abs(value) <= LARGEST:  # also of nan
+                raise BadInputError(
+                    f"{each.name} is {str(value)[:40]}, but must be finite and at most {LARGEST:,}: pass a number such "
+                    f"as {each.default}."
+                )
+            elif expected is str and "\0" in value:
+                raise BadInputError(f"{each.name} is {value[:120]!r}, and a zero byte cannot name a folder or file.")
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -121,6 +142,16 @@ class RunConfig(
     def goal(self) -> Task:
         """The task's row in the table."""
         return TASKS[self.task]
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The names in `target_modules`."""
+        return names_in(self.target_modules)
+
+    @property
+    def trainer_takes_steps(self) -> bool:
+        """Whether Transformers' Trainer takes the optimizer's steps; else a loop that is written out does."""
+        return self.loop == "trainer" and not self.parallelism.strategy
 
     @property
     def world_size(self) -> int:
@@ -199,8 +230,16 @@ class RunConfig(
 
     @classmethod
     def of_record(cls, config: dict[str, Any]) -> "RunConfig":
-        """Return the run that a record describes, without settings that meant nothing for it: older runs took them."""
-        idle = not_meant_for(_Unchecked(**config))
+        """Return the run that a record describes, without settings that meant nothing for it: older runs took them.
+
+        Raises:
+            BadInputError: as when a run is made, or it has a setting that this code does not know.
+        """
+        unknown = config.keys() - DEFAULTS.keys()
+        if unknown:
+            raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, which this code does not know.")
+        _Unchecked(**config).check_types()  # before it is asked what its names mean
+        idle = idle_settings(config)
         return cls(**{name: value for name, value in config.items() if name not in idle})
 
     def changed_to(self, **changes: Any) -> "RunConfig":
@@ -210,9 +249,13 @@ class RunConfig(
             BadInputError: as when a run is made.
         """
         settings = {**self.to_dict(), **changes}
-        idle = not_meant_for(_Unchecked(**settings))
+        _Unchecked(**settings).check_types()  # before it is asked what its names mean
+        idle = idle_settings(settings)
         settings |= {name: getattr(RunConfig, name) for name in idle if name not in changes}
         return RunConfig(**settings)
+
+
+DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
 
 
 class _Unchecked(RunConfig):
@@ -220,6 +263,11 @@ class _Unchecked(RunConfig):
 
     def __post_init__(self) -> None:
         """Check nothing."""
+
+
+def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
+    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for."""
+    return not_meant_for(_Unchecked(**settings))
 
 
 _types_of = cache(get_type_hints)
@@ -449,7 +497,7 @@ def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
     reason = run.parallelism.why_not_reentrant
     return (
         (
-            run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_modules.split(","),
+            run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
             f"target_modules is {run.target_modules}, but use_liger_kernel is True, and Liger's loss reads the head's "
             "own weights without its adapter: leave lm_head or --use_liger_kernel out.",
         ),
@@ -464,5 +512,9 @@ def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
         (
             run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
             f"run_name {run.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
+        ),
+        (
+            SET_ASIDE.fullmatch(run.run_name),
+            f"run_name is {run.run_name}, as folders are called that were set aside: pass one with another ending.",
         ),
     )

@@ -21,12 +21,20 @@ FOLDERS_TAKE = (
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 
 
+def folder_named(run_folder: Path) -> Path:
+    """Return where a folder is that is named from here, or else from the repository's root."""
+    return (run_folder if run_folder.is_dir() else REPOSITORY / run_folder).resolve()
+
+
 def workflows_of(run_folder: Path) -> list[Path]:
     """Return a run folder's `my_workflow_*.py`: one, or several that do the same in different ways.
+
+    The folder is named from here, or from the repository's root.
 
     Raises:
         BadInputError: If the folder has none.
     """
+    run_folder = folder_named(run_folder)
     found = sorted(run_folder.glob("my_workflow_*.py"))
     if not found:
         here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
@@ -49,10 +57,12 @@ def _folders_meant_by(name: str) -> str:
 def literal_file_of(run_folder: Path) -> Path:
     """Return the file with a run folder's `RUN = RunConfig(...)`: its workflow, or the module its workflows share.
 
+    The folder is named as for `workflows_of`.
+
     Raises:
         BadInputError: If it is no run folder, or has no such literal.
     """
-    files = [*workflows_of(run_folder), *sorted(run_folder.glob("my_utils_*.py"))]
+    files = [*workflows_of(run_folder), *sorted(folder_named(run_folder).glob("my_utils_*.py"))]
     found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
     if len(found) != 1:
         raise BadInputError(
@@ -95,12 +105,12 @@ def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
 
 
 def literal_of(run_folder: Path) -> RunConfig:
-    """Return the run of a folder, given from here or from the repository's root.
+    """Return the run of a folder, named as for `workflows_of`.
 
     Raises:
         BadInputError: If it is no run folder.
     """
-    return read_literal(literal_file_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
+    return read_literal(literal_file_of(run_folder))
 
 
 def workflow_does(own: RunConfig, technique: str, parallel: str) -> bool:

@@ -4,10 +4,10 @@ Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `Lora
 `ModelConfig` means have its name.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal
 
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
@@ -26,9 +26,7 @@ MOST_EVALUATED_AT_ONCE = 32
 AT_LEAST_0 = Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.")
 AT_LEAST_1 = Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.")
 AT_LEAST_2 = Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.")
-ABOVE_0 = Range(
-    lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}."
-)
+ABOVE_0 = Range(lambda value: value > 0, "{name} is {value}, but must be above 0, such as {default}.")
 STEPS_OR_SHARE = Range(
     lambda value: value < 1 or value % 1 == 0,
     "{name} is {value}: pass a whole number of steps, or below 1 a share of all.",
@@ -38,6 +36,14 @@ FRACTION = Range(
 )
 AT_LEAST_1_OR_ALL = Range(
     lambda value: value == -1 or value >= 1, "{name} is {value}: pass a number of at least 1, or -1 for all."
+)
+HELD = Range(
+    lambda value: value <= 2**16,
+    "{name} is {value}, but no run has more than 65,536 at once: pass fewer, such as --{name} {default}.",
+)
+SECONDS = Range(
+    lambda value: 0 < value <= 10**7,  # PyTorch counts them in nanoseconds
+    "{name} is {value}, but must be above 0 and at most 10,000,000 (four months): pass --{name} {default}.",
 )
 
 
@@ -82,6 +88,7 @@ MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "
 SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
 SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
 TRAINER = OnlyFor("the Trainer", lambda run: run.loop == "trainer")
+TRAINERS_STEPS = OnlyFor("single, ddp and mp, whose steps the Trainer takes", lambda run: run.trainer_takes_steps)
 WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
 
 Limit = Range | OnlyFor
@@ -169,10 +176,10 @@ class DataSettings:
         "visual_questions conversations with a "
         "picture each, also a folder of pictures with metadata.jsonl or metadata.csv.",
     )
-    dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
+    dataset_config: str = setting("", "Which of the configurations of a dataset of the Hub or its clone, if several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
-    dataset_train_split: str = setting("train", "With a dataset of the Hub: the split to train on.")
-    dataset_test_split: str = setting("test", "With a dataset of the Hub: the split to report on.")
+    dataset_train_split: str = setting("train", "The split to train on, of data with splits of their own.")
+    dataset_test_split: str = setting("test", "The split to report on, of data with splits of their own.")
     prompt_column: str = setting(
         "",
         "With conversations: the column with the questions, of a table whose columns are not recognised.",
@@ -220,9 +227,13 @@ class DataSettings:
     )
     long_texts: Literal["cut", "refuse"] = setting(
         "cut",
-        "With classification and summarization: what happens to texts of more than max_length tokens; they are counted "
-        "in any case.",
-        only_for=TEXTS,
+        "What happens to answers and texts that go beyond max_length tokens, and to summaries that go beyond "
+        "max_target_length: those that are cut are counted, and learnt without an end token.",
+    )
+    control_tokens: Literal["text", "refuse"] = setting(
+        "text",
+        "What happens to rows whose texts have control tokens of the tokenizer in them, such as <|im_end|> or </s>: "
+        "text = they are read as the characters that they are, and end or begin nothing; they are counted in any case.",
     )
     empty_rows: Literal["refuse", "skip"] = setting(
         "refuse",
@@ -242,14 +253,14 @@ class DataSettings:
         0,
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
-        within=AT_LEAST_0,
-        only_for=TRAINER,
+        within=(AT_LEAST_0, HELD),
+        only_for=TRAINERS_STEPS,
     )
     partitions: int = setting(
         0,
         "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
         "from its own; 0 = one per rank.",
-        within=AT_LEAST_0,
+        within=(AT_LEAST_0, HELD),
         only_for=SUMMARIZATION,
     )
 
@@ -292,7 +303,10 @@ class TrainingSettings:
         only_for=SUMMARIZATION,
     )
     per_device_train_batch_size: int = setting(
-        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size"), within=AT_LEAST_1
+        16,
+        "Training rows per rank and step, before accumulation.",
+        ("--batch_size", "--batch-size"),
+        within=(AT_LEAST_1, HELD),
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
@@ -312,7 +326,9 @@ class TrainingSettings:
         "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
         "steps, so that little is padded; auto = random with padding_free.",
     )
-    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", within=AT_LEAST_1)
+    gradient_accumulation_steps: int = setting(
+        1, "Micro-batches per optimizer step and rank.", within=(AT_LEAST_1, HELD)
+    )
     num_train_epochs: int = setting(6, "Passes over the training rows.", within=AT_LEAST_1)
     max_steps: int = setting(
         -1, "Optimizer steps after which training ends early; -1 = all epochs.", within=AT_LEAST_1_OR_ALL
@@ -322,7 +338,9 @@ class TrainingSettings:
         "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
     )
     warmup_steps: float = setting(
-        0.03, "Steps in which the learning rate rises; below 1, their share of all steps.", within=AT_LEAST_0
+        0.03,
+        "Steps in which the learning rate rises; below 1, their share of all steps.",
+        within=(AT_LEAST_0, STEPS_OR_SHARE),
     )
     lr_scheduler_type: str = setting("cosine", "Learning-rate schedule, by its name in Transformers.")
     optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", ("--optimizer",))
@@ -364,7 +382,7 @@ class AdapterSettings:
         only_for=PICTURES,
     )
     lora_r: int = setting(
-        8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=AT_LEAST_1, only_for=ADAPTERS
+        8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=(AT_LEAST_1, HELD), only_for=ADAPTERS
     )
     lora_alpha: int = setting(
         64,
@@ -392,21 +410,23 @@ class ParallelismSettings:
     threads: int = setting(
         1,
         "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number.",
-        within=AT_LEAST_1,
+        within=(AT_LEAST_1, HELD),
         only_for=CPU,
     )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
-    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", within=AT_LEAST_1)
+    devices: int = setting(
+        1, "Number of devices, and so of ranks except with single and mp.", within=(AT_LEAST_1, HELD)
+    )
     nodes: int = setting(
         1,
         "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
-        within=AT_LEAST_1,
+        within=(AT_LEAST_1, HELD),
         only_for=SEVERAL_RANKS,
     )
     stages: int = setting(
         0,
         "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all.",
-        within=AT_LEAST_0,
+        within=(AT_LEAST_0, HELD),
         only_for=MP_AND_PP,
     )
     device_map: str = setting(
@@ -419,7 +439,10 @@ class ParallelismSettings:
         "1f1b", "With pp: the order of the micro-batches' passes.", only_for=PP
     )
     micro_batches: int = setting(
-        1, "With pp: equal parts of a batch, which the stages work on at the same time.", within=AT_LEAST_1, only_for=PP
+        1,
+        "With pp: equal parts of a batch, which the stages work on at the same time.",
+        within=(AT_LEAST_1, HELD),
+        only_for=PP,
     )
     wrap: str = setting(
         "layers",
@@ -428,13 +451,16 @@ class ParallelismSettings:
         only_for=FSDP,
     )
     prefetch: int = setting(
-        1, "With fsdp: wrapped modules that are gathered ahead of the one at work.", within=AT_LEAST_0, only_for=FSDP
+        1,
+        "With fsdp: wrapped modules that are gathered ahead of the one at work.",
+        within=(AT_LEAST_0, HELD),
+        only_for=FSDP,
     )
     dp_replicate_size: int = setting(
         1,
         "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "
         "weights are gathered within a group, such as a machine, and gradients averaged between the copies.",
-        within=AT_LEAST_1,
+        within=(AT_LEAST_1, HELD),
         only_for=FSDP,
     )
     offload: Literal["none", "cpu"] = setting(
@@ -463,13 +489,13 @@ class ParallelismSettings:
     start_timeout_s: float = setting(
         300.0,
         "Seconds that ranks wait for each other at their start, before those that are missing are named.",
-        within=ABOVE_0,
+        within=SECONDS,
     )
     step_timeout_s: float = setting(
         600.0,
         "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
         "validation, a checkpoint and an exchange between ranks may take ten times as long.",
-        within=ABOVE_0,
+        within=SECONDS,
     )
 
 
@@ -482,7 +508,7 @@ class EvaluationSettings:
         0.05,
         "Steps after which the loss is logged and the model validated; below 1, a share of all steps. Where it is the "
         "best so far, its weights are saved.",
-        within=ABOVE_0,
+        within=(ABOVE_0, STEPS_OR_SHARE),
     )
     save_steps: float = setting(
         0.0,
@@ -507,13 +533,13 @@ class EvaluationSettings:
         "Rows that a rank validates or answers at once; ranks that share a model in stages answer all of theirs "
         f"together. 0 = chosen by the plan: as many as leave training the highest phase, at most "
         f"{MOST_EVALUATED_AT_ONCE}.",
-        within=AT_LEAST_0,
+        within=(AT_LEAST_0, HELD),
     )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
     num_beams: int = setting(
         4,
         "With summarization: beams of the search for a summary; 1 = greedy.",
-        within=AT_LEAST_1,
+        within=(AT_LEAST_1, HELD),
         only_for=SUMMARIZATION,
     )
     baseline: Literal["base", "none"] = setting(
@@ -592,9 +618,15 @@ def with_new_names(config: Mapping[str, object]) -> dict[str, object]:
     return config
 
 
+@cache
+def _aliases() -> frozenset[str]:
+    """Return the shorter names of settings."""
+    found = (each.metadata["aliases"] for group in GROUPS for each in fields(group))
+    return frozenset(alias.lstrip("-") for aliases in found for alias in aliases)
+
+
 def command_with_new_names(command: str) -> str:
     """Return a record's command so that it can be given today; what is still an alias stays as short as it is."""
-    aliases = {alias.lstrip("-") for group in GROUPS for each in fields(group) for alias in each.metadata["aliases"]}
     for old, new in (
         ("non-reentrant", "--gradient_checkpointing"),
         ("reentrant", "--gradient_checkpointing --use_reentrant"),
@@ -603,6 +635,6 @@ def command_with_new_names(command: str) -> str:
         command = command.replace(f"--gradient_checkpointing {old}", new)
     return re.sub(
         r"--(\w+)",
-        lambda option: option[0] if option[1] in aliases else f"--{RENAMED.get(option[1], option[1])}",
+        lambda option: option[0] if option[1] in _aliases() else f"--{RENAMED.get(option[1], option[1])}",
         command,
     )

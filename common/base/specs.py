@@ -195,7 +195,7 @@ class Task:
     objective: str
     rows: str
     heads: tuple[str, ...] = ()
-    limited: tuple[str, ...] = ()
+    limited: tuple[str, ...] = ("max_length", "max_new_tokens")
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
     rows_are: str = ""

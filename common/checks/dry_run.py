@@ -36,6 +36,7 @@ from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
+from common.training.optimizers import check_optimizer
 from common.training.placement import place_stages
 
 SMALL_DEPTHS = (2, 3)
@@ -91,6 +92,22 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
     Raises:
         BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
     """
+    check_can_be_faked(run)
+    batch = batch.padded_to(run.pad_to_multiple_of)
+    if not divides_layers(run):
+        return [dry_run_of_device(run, batch, as_on_gpu=as_on_gpu)]
+    shares = place_stages(run, batch).plan.shares
+    last_with = {share: number for number, share in enumerate(shares)}
+    known = {share: dry_run_of_device(run, batch, share, number, as_on_gpu) for share, number in last_with.items()}
+    return [known[share] for share in shares]
+
+
+def check_can_be_faked(run: RunConfig) -> None:
+    """Refuse weights in 4 bits, and what is divided among ranks, before a model is looked for.
+
+    Raises:
+        BadInputError: with what to ask instead.
+    """
     if run.method.quantizes:
         raise BadInputError(
             f"technique is {run.technique}, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
@@ -102,13 +119,6 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
             f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
             f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
         )
-    batch = batch.padded_to(run.pad_to_multiple_of)
-    if not divides_layers(run):
-        return [dry_run_of_device(run, batch, as_on_gpu=as_on_gpu)]
-    shares = place_stages(run, batch).plan.shares
-    last_with = {share: number for number, share in enumerate(shares)}
-    known = {share: dry_run_of_device(run, batch, share, number, as_on_gpu) for share, number in last_with.items()}
-    return [known[share] for share in shares]
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -240,7 +250,10 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     options, overrides = parser.parse_known_args()
-    run = suited_to_model(run_of_folder(options.run_folder, overrides, parser.options))
+    run = run_of_folder(options.run_folder, overrides, parser.options)
+    check_can_be_faked(run)
+    run = suited_to_model(run)
+    check_optimizer(run)
     if options.seq_len is None:
         print(report(run, *batch_of_run(run)))
     else:

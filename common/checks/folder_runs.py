@@ -1,7 +1,6 @@
 """The runs that a folder describes: its literal, its settings, and what a command line puts over them."""
 
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 from common.base.parsing import OneSentenceParser, parse_overrides
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_file_of, read_literal, read_lora
 from common.base.specs import PARALLELISMS, TECHNIQUES
@@ -55,7 +53,6 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
     Raises:
         BadInputError: it is no run folder, or a value is out of range.
     """
-    folder = folder if folder.is_dir() else REPOSITORY / folder
     workflow = literal_file_of(folder)
     if not read_lora(workflow):
         return parse_overrides(read_literal(workflow), arguments, further_options)
@@ -63,9 +60,8 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
 
 
 def import_workflow(script: Path) -> ModuleType:
-    """Go to a run folder, import one of its workflows, and return it."""
-    os.chdir(script.parent)
-    sys.path.insert(0, str(Path.cwd()))
+    """Import one of a run folder's workflows, and return it; paths go on meaning from where the user stands."""
+    sys.path.insert(0, str(script.resolve().parent))
     return importlib.import_module(script.stem)
 
 

@@ -14,10 +14,11 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_of, workflow_does
+from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data.rows import Row
-from common.data.splits import load_splits
+from common.data.splits import check_tokens, load_splits
 from common.hardware.devices import size_text
-from common.models.families import check_quantizable, suited_to_model
+from common.models.families import check_quantizable, check_targets, suited_to_model
 from common.models.loading import (
     any_shape_config,
     check_attention,
@@ -31,12 +32,13 @@ from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import check_weight_files
 from common.records.store import default_run_name
-from common.runtime.disks import may_be_restarted_in
+from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
-from common.training.checkpoints import check_checkpoint
+from common.training.checkpoints import check_checkpoint, digests_of
 from common.training.compiled_layers import check_compiler
+from common.training.optimizers import check_optimizer, check_schedule
 from common.training.placement import check_placement_and_memory
 from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 from common.training.strategy import strategy_class
@@ -54,12 +56,16 @@ def check_inputs(run: RunConfig) -> RunConfig:
     """
     run = check_settings(run)
     rows = training_rows(run)
+    check_schedule(run, run.total_steps(len(rows)))
     results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
     if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
-        check_checkpoint(run, detect_launcher(), len(rows))
-    return check_placement_and_memory(run, load_splits(run), load_tokenizer(run))
+        check_checkpoint(run, detect_launcher(), len(rows), digests_of(load_splits(run)))
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    check_tokens(splits, tokenizer, run)
+    check_rows_readable(run, splits, tokenizer)
+    return check_placement_and_memory(run, splits, tokenizer)
 
 
 def check_settings(run: RunConfig) -> RunConfig:
@@ -71,13 +77,6 @@ def check_settings(run: RunConfig) -> RunConfig:
     Raises:
         BadInputError: what is unknown, missing or malformed.
     """
-    from transformers import SchedulerType
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
-    from transformers.training_args import OptimizerNames
-
     check_folder(run)
     check_results_folder(run)
     check_gpus(run)
@@ -87,19 +86,38 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_compiler(run)
     if run.goal.is_judged:
         check_independent_judge(run)
-    for tracker in run.report_to.split(","):
-        check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
-        if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
-            raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
-    for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
-        check_choice(name, getattr(run, name), [choice.value for choice in known])
-    load_tokenizer(run)
+    check_trackers(run)
+    check_optimizer(run)
+    check_schedule(run, run.max_steps if run.max_steps > 0 else run.num_train_epochs)
+    tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
+    tokens_without_embedding(run, tokenizer)
+    check_targets(run)
     check_quantizable(run)
     check_liger(run)
     _check_parallelism(run)
     check_weights(run)
     return run
+
+
+def check_trackers(run: RunConfig) -> None:
+    """Check that each experiment tracker is one that Transformers knows, and is installed.
+
+    Raises:
+        BadInputError: with the one that is not.
+    """
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    trackers = run.report_to.split(",")
+    for tracker in trackers:
+        check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
+        if tracker not in INTEGRATION_TO_CALLBACK and len(trackers) > 1:
+            raise BadInputError(f"report_to is {run.report_to}, but {tracker} stands alone: pass one of the two.")
+        if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
+            raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
 
 
 def check_threads(run: RunConfig) -> None:
@@ -128,14 +146,15 @@ def check_weights(run: RunConfig) -> None:
 
 
 def training_rows(run: RunConfig) -> Sequence[Row]:
-    """Return the run's training rows, at least one for each rank.
+    """Return the run's training rows, at least one for each rank, or part that ranks draw from.
 
     Raises:
         BadInputError: a row is missing or malformed, or there are too few.
     """
     rows = load_splits(run).train
-    if len(rows) < run.data_parallel_ranks:
-        raise BadInputError(f"There are {len(rows)} training rows for {run.world_size} ranks: give each at least one.")
+    if len(rows) < run.partition_count:
+        parts = f"{run.partition_count} {'partitions' if run.partitions else 'ranks'}"
+        raise BadInputError(f"There are {len(rows)} training rows for {parts}: give each at least one.")
     return rows
 
 
@@ -150,13 +169,14 @@ def _check_parallelism(run: RunConfig) -> None:
 
 
 def check_results_folder(run: RunConfig) -> None:
-    """Check that results can be written, and do not go elsewhere.
+    """Check that results can be written, and go into no folder that a run has not made.
 
     Raises:
         BadInputError: with the folder, and the reason.
     """
-    folder = run.results_folder(run.run_name or "any").parent
-    there = next(each for each in (folder, *folder.parents) if each.exists())
+    results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
+    folder = results.parent
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -164,8 +184,7 @@ def check_results_folder(run: RunConfig) -> None:
         raise BadInputError(
             f"Nothing can be written into {folder} ({error.strerror}): pass --results_root with a folder that can."
         ) from None
-    if run.run_name and (folder / run.run_name).is_symlink():
-        raise BadInputError(f"The results folder {run.run_name} is a link to elsewhere: pass another --run_name.")
+    check_free_for_run(results)
 
 
 def check_folder(run: RunConfig) -> None:
@@ -256,10 +275,6 @@ def check_disk(run: RunConfig) -> None:
     Raises:
         BadInputError: with what it needs, what is free, and what takes less; or the model has no such target modules.
     """
-    try:
-        any_shape_config(run.model, run.model_revision)
-    except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
-        return
     need = disk_need(run)
     there = next(each for each in run.results_folder("any").parents if each.exists())
     free = shutil.disk_usage(there).free

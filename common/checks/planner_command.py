@@ -19,7 +19,7 @@ from typing import Literal
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import SettingsParser
-from common.base.run_config import RunConfig, not_meant_for
+from common.base.run_config import LARGEST, RunConfig, names_in, not_meant_for
 from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.checks.run_command import last_lines, run_command
@@ -151,8 +151,10 @@ class PlannerOptions:
                      "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
                      "usd_per_hour", "against_nodes"):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise BadInputError(f"{short_option(self, name)} is {value:g}, but must be above 0.")
+            if value is not None and not 0 < value <= LARGEST:  # also of nan
+                raise BadInputError(
+                    f"{short_option(self, name)} is {str(value)[:40]}, but must be above 0 and at most {LARGEST:,}."
+                )
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
         if self.dp_replicate_size and self.parallel and not PARALLELISMS[self.parallel].uses_fsdp:
@@ -258,7 +260,7 @@ def job_of(options: PlannerOptions) -> Job:
         attention=options.attention,
         kernels="fused" if options.use_liger_kernel else "compiled" if options.torch_compile else "plain",
         lora_rank=options.lora_r,
-        target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
+        target_modules=names_in(options.target_modules) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
         offload=options.offload == "cpu",
         trains_tower=not options.freeze_vision_tower,

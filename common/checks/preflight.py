@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -32,18 +32,18 @@ from accelerate.utils import gather_object
 from tabulate import tabulate
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence
+from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, training_rows
-from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run
+from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
-from common.models.loading import load_tokenizer
+from common.models.loading import load_tokenizer, longest_readable
 from common.models.stages import StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
@@ -77,7 +77,7 @@ def device_of(run: RunConfig) -> Gpu | None:
     The ranks of a CPU run share the machine's memory: each has an equal part.
     """
     if run.device == "cpu":
-        cpu = cpu_device()
+        cpu = cpu_device(read_memory("cpu").now_gib)
         return replace(cpu, memory_gib=cpu.memory_gib / run.world_size)
     return gpu_of_device(gpus()[1][0]) or (find_gpu(run.gpu) if run.gpu else None)
 
@@ -211,12 +211,18 @@ def planned_gib(plan: Plan | None, number: int) -> float | None:
 def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
     said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
-    half = rows // 2 - rows // 2 % run.micro_batches
-    fitting = plan.max_batch_size if plan and not plan.may_fit else half
+    by_plan = plan.max_batch_size if plan and not plan.may_fit else 0
+    is_known = plan and not plan.may_fit and run.micro_batches == 1  # fewer rows may fit in fewer micro-batches
+    fitting, parts = by_plan or (0 if is_known else rows // 2), run.micro_batches
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
+    if fitting >= parts:
+        fitting, divided = fitting - fitting % parts, ""
+    else:
+        needs_gpipe = run.schedule == "1f1b" and fitting < run.stage_count
+        divided = f" --micro_batches {fitting}" + " --schedule gpipe" * needs_gpipe
     accumulated = -(-rows * run.gradient_accumulation_steps // fitting)
-    return f"{said}try --batch_size {fitting} --gradient_accumulation_steps {accumulated}"
+    return f"{said}try --batch_size {fitting}{divided} --gradient_accumulation_steps {accumulated}"
 
 
 def measure(
@@ -320,7 +326,9 @@ def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank
     """
     model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(stage_map, rank)), load_tokenizer(run)
     answered = list(islice(cycle(rows.validation), answered_at_once(run, rows, answering_stages(run))))
-    prompts = {"input_ids": [row["input_ids"] for row in answered]}
+    readable = longest_readable(model.config)
+    room = max(1, readable - run.max_new_tokens) if readable and run.goal.chats else None
+    prompts = {"input_ids": [row["input_ids"][:room] for row in answered]}
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     if run.goal.sees:
         batch.update(pixels_of([row["picture"] for row in answered], tokenizer))
@@ -518,18 +526,19 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     """
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
-    run = check_settings(run)
-    if options.seq_len is None:
-        training_rows(run)
-        rows, lowered_by = rows_of_run(run), "--max_length"
-    else:
-        rows, lowered_by = rows_of_length(run, options.seq_len), "--seq-len"
-    check_length(run, rows, lowered_by)
+    is_rank = detect_launcher() == "torchrun"
+    with silent_if_well() if is_rank else nullcontext():  # the process that started it has said the same
+        run = check_settings(run)
+        if options.seq_len is None:
+            training_rows(run)
+            rows = rows_of_run(run)
+        else:
+            rows = rows_of_length(run, options.seq_len)
     evaluation = evaluation_of_rows(run, rows.validation)
     stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
     run = with_rows_at_once(run, plan)
     rows = replace(rows, validation=rows.validation[: run.per_device_eval_batch_size])
-    if detect_launcher() != "torchrun":
+    if not is_rank:
         print(announcement(run, rows, plan, no_plan), flush=True)
         if plan and not plan.may_fit and not options.anyway:
             print("not tried; --anyway tries it all the same")

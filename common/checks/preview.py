@@ -11,14 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
-from common.base.parsing import OneSentenceParser, parse_overrides
-from common.base.run_config import RunConfig
+from common.base.inert import printable
+from common.base.parsing import OneSentenceParser, parse_overrides, settings_parser
+from common.base.run_config import LARGEST, RunConfig, check_choice
+from common.base.specs import TASKS
 from common.data.messages import first_tokens
 from common.data.pairs import prompt_length
 from common.data.plain_texts import is_plain
 from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens, tokens_in
-from common.data.splits import load_splits, tokens_of
+from common.data.splits import check_tokens, load_splits, tokens_of
 from common.models.loading import load_tokenizer
 
 LEARNT, READ, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
@@ -33,12 +35,14 @@ class Preview:
         tokens: Of each training row, not cut.
         max_length: Longer rows are cut here.
         learns_tokens: Labels stand on a row's own tokens; else they are a class or a summary.
+        max_target_length: Longer summaries are cut here; 0 = there are none.
     """
 
     splits: Splits
     tokens: Sequence[Tokens]
     max_length: int
     learns_tokens: bool
+    max_target_length: int = 0
 
     @property
     def lengths(self) -> list[int]:
@@ -64,7 +68,7 @@ class Preview:
         text = coloured(row, tokenizer, in_colour)
         if "rejected_ids" not in row:
             return text
-        return f"{text}\nthe rejected answer: {tokenizer.decode(row['rejected_ids'][prompt_length(row) :])}"
+        return f"{text}\nthe rejected answer: {printable(tokenizer.decode(row['rejected_ids'][prompt_length(row) :]))}"
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -84,6 +88,9 @@ class Preview:
 
     def _said_of_learning(self) -> tuple[str, str]:
         """Return what to say of the tokens that are learnt, and of rows longer than `max_length`."""
+        if self.max_target_length:
+            cut = sum(len(row["labels"]) > self.max_target_length for row in self.tokens)
+            return "", f"; {cut:,} summaries have more than max_target_length, {self.max_target_length:,}"
         if not self.learns_tokens:
             return "", ""
         if is_plain(self.splits.train):
@@ -101,8 +108,11 @@ def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         BadInputError: the chat template cannot write a row.
     """
-    uncut = replace(run, max_length=sys.maxsize)
-    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
+    uncut = replace(run, max_length=LARGEST, long_texts="cut")
+    if not run.goal.summarizes:
+        return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
+    tokens = tokens_of(splits.train, tokenizer, replace(uncut, max_target_length=LARGEST))
+    return Preview(splits, tokens, run.max_length, False, run.max_target_length)
 
 
 def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
@@ -113,10 +123,22 @@ def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = 
     for place, token in enumerate(row["input_ids"]):
         part.append(token)
         if place + 1 == len(learns) or learns[place + 1] != learns[place]:
-            said, part = tokenizer.decode(part), []
+            said, part = printable(tokenizer.decode(part)), []
             dimmed = f"{READ}{said}{PLAIN}" if in_colour else said
             text += f"{starts}{said}{ends}" if learns[place] else dimmed
     return text
+
+
+def run_of_rows(overrides: Sequence[str]) -> RunConfig:
+    """Return the run that the options describe; where they name no technique, with one that its task is done with.
+
+    Raises:
+        BadInputError: a value is out of range.
+    """
+    task = settings_parser(RunConfig()).settings(overrides)["task"]
+    check_choice("task", task, TASKS)
+    technique = next(each for each in (RunConfig.technique, *TASKS[task].techniques) if each in TASKS[task].techniques)
+    return parse_overrides(RunConfig(task=task, technique=technique), overrides)
 
 
 @refused_in_one_sentence()
@@ -139,11 +161,12 @@ def main() -> None:
         help="the training row to show; where rows are held out, the rest is in a shuffled order",
     )
     options, overrides = parser.parse_known_args()
-    run = replace(parse_overrides(RunConfig(), overrides), data=options.data)
+    run = replace(run_of_rows(overrides), data=options.data)
     splits = load_splits(run)
     if not 1 <= options.row <= len(splits.train):
         raise BadInputError(f"--row is {options.row}, but there are {len(splits.train):,} training rows.")
     tokenizer = load_tokenizer(run)
+    check_tokens(splits, tokenizer, run)
     shown = preview(run, splits, tokenizer)
     print(shown)
     if shown.learns_tokens:

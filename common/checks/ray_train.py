@@ -81,6 +81,7 @@ def train(run: RunConfig, script: Path, arguments: Sequence[str], max_failures: 
     told = {
         "script": str(script.relative_to(REPOSITORY) if script.is_relative_to(REPOSITORY) else script),
         "arguments": list(arguments),
+        "place": str(Path.cwd()),  # from which their paths mean
         "run": uuid4().hex,
     }
     with tempfile.TemporaryDirectory() as storage:  # the run's own results are in its folder
@@ -143,6 +144,8 @@ def cause_of(failure: Exception) -> Exception:
 def work(told: dict[str, Any]) -> None:
     """Run the workflow as one worker, which Ray has made a rank of its process group; Ray calls it."""
     os.environ[RAY_RUN] = told["run"]
+    if Path(told["place"]).is_dir():  # which another machine may lack
+        os.chdir(told["place"])
     sys.argv = [Path(told["script"]).name, *told["arguments"]]
     workflow = sys.modules["__main__"] = import_workflow(REPOSITORY / told["script"])  # as other launchers start it
     try:

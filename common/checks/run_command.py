@@ -10,12 +10,12 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does, workflows_of
 from common.base.specs import HasSpecs
+from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.job import ALL_LINEAR, Job
 from common.planning.plans import Plan
-from common.runtime.machines import nodes_command
 
 # models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
 HUB_IDS = {
@@ -133,10 +133,17 @@ def _command(
         raise BadInputError(refusal)
     _, folder, options = min(taken)
     if nodes == 1:
-        return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
+        root = "" if Path.cwd() == REPOSITORY else f" -C {shlex.quote(str(REPOSITORY))}"
+        return f"make{root} run FOLDER={folder} ARGS={_as_argument(options)}"
     script = workflows_of(REPOSITORY / folder)[0].name
     started = shlex.join(nodes_command(nodes, way.devices // nodes))
     return f"on each machine: cd {folder} && {started} {script} {' '.join(options)}"
+
+
+def _as_argument(options: Sequence[str]) -> str:
+    """Return quoted options as one word of a shell that make gives, with its own `$` undone, to another shell."""
+    words = " ".join(options).replace("$", "$$")
+    return shlex.quote(words) if set(words) & set('"$`\\!') else f'"{words}"'
 
 
 def _task_of(plan: Plan) -> str:
@@ -238,9 +245,11 @@ def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str
     shape = find_config(model, model_revision)
     if not model_revision and _has_shape(own.model, shape):
         return {"model": own.model}
-    if shape.parent != MODEL_CONFIGS or is_hub_id(model):
-        folder = shape.parent if model.endswith(".json") else model
-        return {"model": str(folder), "model_revision": model_revision}
+    if is_hub_id(model):
+        return {"model": model, "model_revision": model_revision}
+    if shape.parent != MODEL_CONFIGS:
+        folder = shape.parent.absolute()  # make stands elsewhere, perhaps
+        return {"model": str(folder.relative_to(REPOSITORY) if folder.is_relative_to(REPOSITORY) else folder)}
     if shape.stem in HUB_IDS:
         return {"model": HUB_IDS[shape.stem]}
     return {"model": shape.stem, "weights": "random"}

@@ -1,5 +1,6 @@
 """The start of a workflow, on every rank."""
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from accelerate.utils import gather_object
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.base.torchrun import check_told
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.runtime.elastic import cannot_add_machines, run_as_started
@@ -16,6 +18,7 @@ from common.runtime.machines import Member, check_members_agree, member_of
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
+from common.training.checkpoints import digests_of
 
 
 @contextmanager
@@ -24,6 +27,7 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
 
     The yielded recorder's `run` is what the workflow is to do: perhaps on other ranks than `run` asks for.
     """
+    check_told(os.environ)
     asked, run = run, run_as_started(run)
     with rank_started(run) as rank:
         if rank.is_main and run != asked:
@@ -40,7 +44,10 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
         # each rank's plan chose how many rows its device answers at once: ranks with unlike devices take the fewest
         at_once = min(gather_object([checked.per_device_eval_batch_size]))
         by_hand = replace(checked, per_device_eval_batch_size=asked.per_device_eval_batch_size)
-        yield RunRecorder(replace(checked, per_device_eval_batch_size=at_once), rank, by_hand)
+        checked = replace(checked, per_device_eval_batch_size=at_once)
+        log = RunRecorder(checked, rank, by_hand)
+        log.row_digests = digests_of(load_splits(checked))
+        yield log
 
 
 def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:

@@ -9,7 +9,6 @@ two cards are seen so.
 import json
 import math
 import os
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.paths import REPOSITORY
+from common.base.torchrun import meeting_file
 from common.checks.processes import FAILS, LEFT_OUT, WORKS, failed, not_installed, run_processes
 from common.records.store import RECORD_NAME, Record, load_record
 
@@ -126,16 +126,15 @@ def environment_of(rank: int, device: str) -> dict[str, str]:
 
 
 def torchruns(program: Sequence[str], max_restarts: int = 0) -> list[list[str]]:
-    """Return the commands of two torchruns with one rank each, which meet on a port that is free now."""
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
+    """Return the commands of two torchruns with one rank each, which meet in a file of their own."""
+    file = meeting_file()
     return [
         [
             "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--max_restarts={max_restarts}",
-            "--rdzv_backend=c10d", f"--rdzv_endpoint={LOOPBACK}:{port}", f"--rdzv_conf=is_host={int(rank == 0)}",
+            "--rdzv_backend=c10d", "--rdzv_conf=store_type=file", f"--rdzv_endpoint={file}",
             f"--local_addr={LOOPBACK}", *program,
         ]
-        for rank in range(2)
+        for _ in range(2)
     ]  # fmt: skip
 
 
@@ -161,7 +160,7 @@ def encoder_in(folder: Path) -> Path:
         import torch  # here: the other pairs need not wait for these imports
         from transformers import AutoTokenizer, BertConfig, BertModel
 
-        tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "assets" / "embedded_base")
+        tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "assets" / "embedded_base", trust_remote_code=False)
         torch.manual_seed(0)
         config = BertConfig(
             vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, hidden_size=32, num_hidden_layers=2,

@@ -118,10 +118,13 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     """Return the shape of a batch of rows of exactly `tokens` tokens, without a tokenizer.
 
     Raises:
-        BadInputError: a row of that length has nothing to predict.
+        BadInputError: a row of that length has nothing to predict, or the model cannot read it.
     """
     if tokens < 2:
         raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
+    readable = longest_readable(any_shape_config(run.model, run.model_revision))
+    if readable and tokens > readable:
+        raise BadInputError(f"--seq-len is {tokens}, but {run.model} reads {readable}: pass --seq-len {readable}.")
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
     labelled = 1 if classes else summary or tokens - 1
@@ -190,20 +193,6 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
 
 
 # -- both
-
-
-def check_length(run: RunConfig, rows: Rows, option: str) -> None:
-    """Check that the model reads rows of this length.
-
-    Raises:
-        BadInputError: with both lengths; `option` is what the user can lower.
-    """
-    longest = max(map(tokens_in, (*rows.train, *rows.validation)))
-    readable = longest_readable(any_shape_config(run.model, run.model_revision))
-    if readable and longest > readable:
-        raise BadInputError(
-            f"The longest row has {longest} tokens, but {run.model} reads {readable}: pass {option} {readable}."
-        )
 
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:

@@ -18,6 +18,7 @@ from transformers import (
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, tokens_in, without_labels
+from common.data.stored_rows import take
 from common.planning.job import BatchShape
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
@@ -36,6 +37,12 @@ def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_tr
         count = len(within_budget(lengths, run.max_batch_tokens)[0])
         return BatchShape(count, -(-tokens // count), -(-learnt // count))
     return replace(resolve_name(run.goal.rows)(run).shape(longest, rows), task=run.task)
+
+
+def longest_first(rows: Sequence[Tokens]) -> Sequence[Tokens]:
+    """Return rows by their tokens, the longest first, so that batches in this order have little padding."""
+    lengths = list(map(tokens_in, rows))
+    return take(rows, sorted(range(len(lengths)), key=lambda number: -lengths[number]))
 
 
 def make_collator(

@@ -1,44 +1,67 @@
-"""Read a file of rows: JSONL, JSON, CSV, TSV or Parquet, on this machine or behind any URL that fsspec reads."""
+"""Read files of rows, of any kind, compressed or not, on this machine or behind any URL that fsspec reads."""
 
 import codecs
-import csv
-import json
+import os
 import re
-import zlib
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
-from lzma import LZMAError
+from dataclasses import replace
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import PurePosixPath
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import fsspec
 from charset_normalizer import CharsetMatches, from_bytes
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
-from common.base.errors import BadInputError
-from common.data.row_checks import say_once
+from common.base.errors import BadInputError, reading
 from common.data.rows import Found, Row, RowKind
-from common.data.stored_rows import stored
+from common.data.stored_rows import BATCH_ROWS, stored
+from common.data.tables import parse_csv, parse_json, parse_paragraphs
+from common.data.tool_calls import as_written
 
-PARQUET = ".parquet"
-TAB_SEPARATED = ".tsv"
-TABLES = (".jsonl", ".json", ".csv", TAB_SEPARATED, PARQUET)
-"""Files that `parse_table` and `read_rows` read."""
-COMPRESSED = (".gz", ".bz2", ".xz")
+ARROW = ".arrow"
+"""What `save_to_disk` of `datasets` writes."""
+BINARY = (".parquet", ARROW)
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)
+"""Files of rows with columns."""
+TEXT_FILE = ".txt"
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-LARGEST_FIELD = 2**31 - 1
-"""Characters of a field of a CSV file: the most that Python's reader can be told on every system."""
-DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-"""Of CSV files; spreadsheets write semicolons where the comma divides a number."""
-SAMPLE_LINES = 10_000
-"""Lines before and after one that is not UTF-8, by which its encoding is guessed."""
+BEGINNINGS = {
+    b"version https://git-lfs": "a pointer of Git LFS instead of the file: run `git lfs pull` in its folder",
+    b"PK\3\4": "a spreadsheet or an archive: save the spreadsheet as .csv, or unpack the archive",
+    b"\xd0\xcf\x11\xe0": "a spreadsheet of old: save it as .csv",
+    b"\x1f\x8b": "compressed: let its name end in .gz",
+    b"PAR1": "Parquet: let its name end in .parquet",
+}
+"""What files begin with that are not what their names say."""
+BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+NOT_FOUND = (404, 410)
+"""Answers of HTTP by which there is no such file."""
+PIECE = 2**24
+"""Characters of a line that are read at once."""
+LONGEST_LINE = 2**30
+"""Characters of a line, at most: a list in JSON is often a single one."""
+BOMB_CHARACTERS, BOMB_LINES, BOMB_RATIO = 2**26, 2**17, 1_000
+"""What a compressed file may become: so many characters, or as many times its size; so many lines, or one a byte."""
+SAMPLE_LINES, SAMPLE_BYTES = 2_000, 2**18
+"""Lines before and after one that is not UTF-8, by whose last and first bytes its encoding is guessed."""
 WESTERN = "cp1252"
 OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
 """Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""
 SHOWN_AROUND = 30
+
+
+def is_url(source: str) -> bool:
+    """Return whether a source is read by fsspec; whatever else it has in it, the name of a file here has no `://`."""
+    return "://" in source
 
 
 def suffix_of(source: str) -> str:
@@ -47,11 +70,13 @@ def suffix_of(source: str) -> str:
     Raises:
         BadInputError: it is an archive, or a Parquet file that was compressed once more.
     """
-    suffixes = PurePosixPath(urlsplit(source).path.lower()).suffixes[-2:]
+    path = urlsplit(source).path if "http" in source.partition("://")[0] and is_url(source) else source
+    suffixes = PurePosixPath(path.lower()).suffixes[-2:]
     suffix = suffixes[-1] if suffixes else ""
     is_compressed = suffix in COMPRESSED
-    inner = suffixes[0] if is_compressed and len(suffixes) > 1 else suffix
-    if inner in ARCHIVES or (is_compressed and inner == PARQUET):
+    is_within = is_compressed or (suffix == TEXT_FILE and suffixes[0] in TABLES)  # as Windows may call a table
+    inner = suffixes[0] if is_within and len(suffixes) > 1 else suffix
+    if inner in ARCHIVES or (is_compressed and inner in BINARY):
         raise BadInputError(
             f"The data file {source} is an archive, which is not read: unpack it, and pass --data with the file or "
             f"folder that was in it ({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
@@ -60,71 +85,161 @@ def suffix_of(source: str) -> str:
 
 
 def read_rows(source: str, kind: RowKind) -> Sequence[Row]:
-    """Return the rows of one file, on this machine or behind any URL that fsspec reads (`s3://`, `https://`, ...).
-
-    The file is read line by line, so that it may be larger than memory (a list in JSON is read at once).
+    """Return the rows of a file that has no splits, checked.
 
     Raises:
         BadInputError: the file is missing or empty, or a row is malformed.
     """
-    if suffix_of(source) == PARQUET:
-        rows = stored(kind.check(_read_parquet(source, kind.holds), source), f"reading {source}")
-    else:
-        with lines_of(source, kind.holds) as lines:
-            rows = stored(kind.check(kind.parse(lines, source), source), f"reading {source}")
+    return checked(chain.from_iterable(splits_of_file(source, kind.holds).values()), source, kind)
+
+
+def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
+    """Return the rows of a file, folder or dataset; many are kept on disk.
+
+    Raises:
+        BadInputError: there is none, or one is malformed.
+    """
+    rows = stored(kind.check(found, source), f"reading {source}")
     if not rows:
         raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
     return rows
 
 
-@contextmanager
-def lines_of(source: str, holds: str) -> Iterator[Iterator[str]]:
-    """Open a text file on this machine or behind a URL, and yield its lines; `holds` says what should stand in it.
+def splits_of_file(source: str, holds: str) -> dict[str, Found]:
+    """Return what each row of a file holds, and where it stands, by split: `train` alone, but for some JSON.
+
+    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON).
+
+    Args:
+        source: A path or URL, with a suffix that is read.
+        holds: What should stand in the file.
 
     Raises:
-        BadInputError: it is missing, cannot be read, or is not UTF-8; says which encoding it probably has.
+        BadInputError: the file is missing, cannot be read, or is no file of its kind.
     """
-    try:
-        # utf-8-sig: Excel's files begin with a byte order mark; newline: fields of a CSV file keep theirs
-        file = fsspec.open(source, "rt", encoding="utf-8-sig", newline="", compression="infer").open()
-    except FileNotFoundError:
-        raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
-    except ImportError as error:
-        raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
-    except Exception as error:  # each of fsspec's file systems has classes of its own
-        raise _unreadable(source, error) from None
-    with file:
-        yield _guarded(file, source)
+    if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
+        raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
+    suffix = suffix_of(source)
+    if suffix in BINARY:
+        return {"train": _binary_rows(source, suffix, holds)}
+    lines = lines_of(source, holds)
+    if suffix == TEXT_FILE:
+        return {"train": parse_paragraphs(lines, source)}
+    if suffix in (".csv", ".tsv"):
+        return {"train": parse_csv(lines, source, delimiter="\t" if suffix == ".tsv" else "")}
+    return parse_json(lines, source)
 
 
-def _guarded(file: Iterable[str], source: str) -> Iterator[str]:
-    """Yield the lines of a file; what fails where they are used does not pass through here, and keeps its own name."""
-    try:
-        yield from file
-    except UnicodeDecodeError:
-        raise _not_utf8(source) from None
-    except (OSError, EOFError, zlib.error, LZMAError) as error:
-        raise _unreadable(source, error) from None
+# -- texts
 
 
-def _unreadable(source: str, error: Exception) -> BadInputError:
-    return BadInputError(f"The data file {source} cannot be read ({error}): correct --data.")
+def lines_of(source: str, holds: str) -> Iterator[str]:
+    """Yield the lines of a text file with their ends; `holds` says what should stand in it.
+
+    Raises:
+        BadInputError: it is missing, cannot be read, seems to have no end, or is not UTF-8 (or UTF-16 with its mark);
+            says which encoding it probably has.
+    """
+    with _refusing(source, holds):
+        with _opened(source) as file:
+            begin = b"" if is_url(source) else file.read(64)
+        _check_begin(begin, source)
+        encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), "utf-8-sig")
+        is_packed = not is_url(source) and infer_compression(source)
+        packed_bytes = os.path.getsize(source) if is_packed else sys.maxsize
+        try:
+            with _opened(source) as file:  # with the ends of lines: fields of a CSV file keep theirs
+                yield from _whole_lines(TextIOWrapper(file, encoding, newline=""), source, packed_bytes)
+        except UnicodeError:
+            raise _not_utf8(source) from None
+
+
+@contextmanager
+def _refusing(source: str, holds: str) -> Iterator[None]:
+    """Refuse a file that cannot be read, in the words of its library."""
+    with reading(f"The data file {source}", "Correct --data."):
+        try:
+            yield
+        except FileNotFoundError as error:
+            if error.__cause__ is not None and getattr(error.__cause__, "status", 0) not in NOT_FOUND:
+                raise error.__cause__ from None  # fsspec's HTTP says the same of a host that does not answer
+            raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
+        except ImportError as error:
+            raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
+
+
+@contextmanager
+def _opened(source: str) -> Iterator[IO[bytes]]:
+    """Open a file, which is decompressed as it is read; a path is taken as it is, whatever is in it."""
+    if is_url(source):
+        with fsspec.open(source, "rb", compression="infer") as file:
+            yield file
+        return
+    compression = infer_compression(source)
+    if compression is None and source.lower().endswith(COMPRESSED):
+        raise ImportError("zstandard")
+    with open(source, "rb") as file:
+        yield compr[compression](file, mode="r") if compression else file
+
+
+def text_of(source: str) -> str:
+    """Return a small text file, on this machine or behind a URL."""
+    with _opened(source) as file:
+        return file.read(PIECE).decode(errors="replace")
+
+
+def _check_begin(begin: bytes, source: str) -> None:
+    """Refuse a file that is of another kind than its name says, by what it begins with."""
+    said = next((said for mark, said in BEGINNINGS.items() if begin.startswith(mark)), "")
+    if said:
+        raise BadInputError(f"The data file {source} is {said}.")
+
+
+def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterator[str]:
+    """Yield the lines of a file, if they come to an end; `packed_bytes`: of the file, if it is compressed."""
+    read, number, parts = 0, 0, []
+    most_characters, most_lines = max(BOMB_CHARACTERS, BOMB_RATIO * packed_bytes), max(BOMB_LINES, packed_bytes)
+    while piece := file.readline(PIECE):
+        parts.append(piece)
+        read += len(piece)
+        if len(parts) * PIECE > LONGEST_LINE:
+            raise BadInputError(
+                f"{source}, line {number + 1} has more than {LONGEST_LINE:,} characters: give each row a line of its "
+                "own, as .jsonl."
+            )
+        if read > most_characters or number > most_lines:
+            raise _is_bomb(source)
+        if len(piece) < PIECE or piece.endswith("\n"):
+            yield "".join(parts)
+            number, parts = number + 1, []
+    if parts:
+        yield "".join(parts)
+
+
+def _is_bomb(source: str) -> BadInputError:
+    return BadInputError(
+        f"The data file {source} becomes more than {BOMB_RATIO:,} times as large as it is, or has more rows than "
+        "bytes: it is damaged, or holds one text again and again; unpack it, and look at it."
+    )
 
 
 def _not_utf8(source: str) -> BadInputError:
     """Return the refusal of a file, with its first line that is not UTF-8."""
     before, offset = deque[bytes](maxlen=SAMPLE_LINES), 0
-    with fsspec.open(source, "rb", compression="infer") as file:
-        for number, line in enumerate(file, 1):
+    with _opened(source) as file:
+        for number, line in enumerate(iter(lambda: file.readline(PIECE), b""), 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                likely = _likely(from_bytes(b"".join([*before, line, *islice(file, SAMPLE_LINES)])))
+                begin = max(0, error.start - SAMPLE_BYTES)
+                around = line[begin : error.start + SAMPLE_BYTES]
+                sample = b"".join(before)[-SAMPLE_BYTES:] + around + file.read(SAMPLE_BYTES)
+                likely = _likely(from_bytes(sample))
                 return BadInputError(
                     f"{source} is not UTF-8 (line {number}, byte {offset + error.start})"
-                    f"{_read_as(likely, line, error.start)}: save it as UTF-8{_by_iconv(likely)}."
+                    f"{_read_as(likely, around, error.start - begin)}: save it as UTF-8{_by_iconv(likely)}."
                 )
-            before.append(line)
+            before.append(line[-SAMPLE_BYTES:])
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
 
@@ -155,119 +270,70 @@ def _by_iconv(encoding: str) -> str:
     return f", as by `iconv -f {name} -t utf-8 old > new`"
 
 
-def _read_parquet(source: str, holds: str) -> Found:
-    from datasets import load_dataset  # here: only runs on such a file need it, and it takes two seconds to import
-
-    try:
-        rows = load_dataset("parquet", data_files=source, split="train")
-    except FileNotFoundError:
-        raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
-    except Exception as error:  # what is wrong with the file is in the class, or in the class of its cause
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise BadInputError(f"The data file {source} cannot be read as Parquet ({reason}): correct it.") from None
-    return ((row, f"{source}, row {number}") for number, row in enumerate(with_names(rows), 1))
+# -- Parquet and Arrow
 
 
-def parse_table(lines: Iterator[str], source: str) -> Found:
-    """Return what each row of a file holds, and where it stands: of CSV, TSV, JSONL, or a JSON list.
+def _binary_rows(source: str, suffix: str, holds: str) -> Found:
+    """Yield the rows of a file of Parquet or Arrow; one behind a URL is downloaded into the cache of `datasets`."""
+    with _refusing(source, holds):
+        path = source
+        if is_url(source):
+            from datasets import DownloadManager  # here: it takes two seconds to import
 
-    Raises:
-        BadInputError: it is none of them.
-    """
-    if suffix_of(source) in (".csv", TAB_SEPARATED):
-        return _parse_csv(lines, source)
-    head = _head(lines)
-    is_list = head[-1].lstrip().startswith("[") if head else False
-    if not is_list and suffix_of(source) != ".json":
-        return parse_lines(chain(head, lines), source)
-    content = "".join(chain(head, lines))
-    try:
-        found = json.loads(content)
-    except json.JSONDecodeError as error:
-        if not is_list:  # one object on each line
-            return parse_lines(content.split("\n"), source)
-        raise BadInputError(
-            f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
-        ) from None
-    return [(item, f"{source}, row {number}") for number, item in enumerate(found if is_list else [found], 1)]
-
-
-def _head(lines: Iterator[str]) -> list[str]:
-    """Return the first lines, up to one that is not empty."""
-    head = []
-    for line in lines:
-        head.append(line)
-        if line.strip():
-            break
-    return head
-
-
-def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]]:
-    csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
-    head, number = _head(lines), 0
-    try:
-        delimiter = "\t" if suffix_of(source) == TAB_SEPARATED else _delimiter_of("".join(head[-1:]), source)
-        rows = csv.DictReader(chain(head, lines), strict=True, delimiter=delimiter)
-        twice = [name for name, times in Counter(rows.fieldnames or ()).items() if times > 1]
-        if twice:
-            raise BadInputError(f"{source} has the column {twice[0]!r} more than once: rename or remove one of them.")
+            path = DownloadManager().download(source)
+        with open(path, "rb") as file:
+            _check_begin(file.read(64).removeprefix(b"PAR1"), source)
+        rows = _arrow_rows(path) if suffix == ARROW else _parquet_rows(path, source)
         for number, row in enumerate(rows, 1):
-            if None in row:  # a text with a delimiter in it has no quotes
-                raise BadInputError(
-                    f"{source}, row {number} has more fields than columns ({', '.join(rows.fieldnames or ())}): put "
-                    f"texts with {DELIMITERS[delimiter]} in quotes."
-                )
             yield row, f"{source}, row {number}"
-    except csv.Error as error:
-        raise BadInputError(
-            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
-        ) from None
 
 
-def _delimiter_of(header: str, source: str) -> str:
-    """Return what divides the first line of a CSV file into most columns; the comma, where it does, is not said."""
-    found = max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([header], delimiter=delimiter), ())))
-    if found != ",":
-        say_once(f"{source}: read with {DELIMITERS[found]} between the columns")
-    return found
+def _arrow_rows(path: str) -> Iterator[Row]:
+    from datasets import Dataset  # here, as above
+
+    return with_names(Dataset.from_file(path))
 
 
-def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str]]:
-    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
+def _parquet_rows(path: str, source: str) -> Iterator[Row]:
+    import pyarrow as pa  # here: few runs need them
+    import pyarrow.parquet as pq
 
-    Raises:
-        BadInputError: a line is no JSON.
-    """
-    for number, line in enumerate(lines, 1):
-        where, content = f"{source}, line {number}", line.rstrip()  # a fault at its end is then in this line
-        try:
-            if content:
-                yield json.loads(content), where
-        except json.JSONDecodeError as error:
-            raise BadInputError(
-                f"{where} is no JSON ({error.msg} at column {error.colno}; the line ends with {content[-30:]!r}): "
-                "correct or remove it."
-            ) from None
+    file, size, read = pq.ParquetFile(path), os.path.getsize(path), 0
+    if file.metadata.num_rows > size:
+        raise _is_bomb(source)
+    for batch in file.iter_batches(BATCH_ROWS):
+        read += batch.nbytes
+        if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
+            raise _is_bomb(source)
+        if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
+            from datasets import Dataset
+
+            table = pa.Table.from_batches([batch], file.schema_arrow)
+            yield from with_names(Dataset(table, fingerprint="rows"))
+        else:
+            yield from map(as_written, batch.to_pylist())
 
 
 def with_names(rows: Any) -> Iterator[Row]:
     """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty.
 
-    Pictures come as they are stored, and are not decoded.
+    Pictures and the like come as they are stored, and are not decoded.
     """
     for column, feature in rows.features.items():
         if (stored_so := _undecoded(feature)) != feature:
             rows = rows.cast_column(column, stored_so)
     classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
     for row in rows:
-        names = {column: kind.int2str(row[column]) if row[column] >= 0 else "" for column, kind in classes.items()}
-        yield {**row, **names}
+        numbers = {column: row[column] for column in classes}
+        names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
+        yield as_written({**row, **names})
 
 
 def _undecoded(feature: Any) -> Any:
-    """Return a column's type with its pictures as they are stored."""
-    from datasets import Image, List  # here, as above
+    """Return the type of a column with its pictures, sounds and the like as they are stored; JSON is read."""
+    from datasets import Json, List  # here, as above
 
     if isinstance(feature, List):
         return List(_undecoded(feature.feature), length=feature.length)
-    return Image(decode=False) if isinstance(feature, Image) else feature
+    is_decoded = hasattr(feature, "decode") and not isinstance(feature, Json)
+    return replace(feature, decode=False) if is_decoded else feature

@@ -4,6 +4,7 @@ A conversation is turned into `messages`; plain text stays as it is.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.rows import Row, begin_of
+from common.data.tool_calls import from_text
 
 Message = dict[str, object]
 """`role` and `content`; an assistant's may have `tool_calls` instead of a content."""
@@ -27,6 +29,12 @@ ROLES = {
 ROLE_NAMES = sorted(set(ROLES.values()))
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
+SPEAKER = {"role", "from"}
+"""Keys of which a message has one."""
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
+LIST_BEGIN = re.compile(r"\s*\[")
+MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
 
 
 KEPT = ("facts", "tools")
@@ -85,24 +93,13 @@ class Format:
 def alpaca(row: Row) -> list[Message]:
     """Return Alpaca's instruction, with its input below, as the question; earlier turns stand in `history`."""
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    turns = [*(row.get("history") or []), (question, row["output"])]
+    turns = [*(from_text(row.get("history")) or []), (question, row["output"])]
     return [*system_of(row), *(message for turn in turns for message in _turn(*turn))]
 
 
-def prompt_and_completion(row: Row) -> list[Message]:
-    """Return both as messages, whether they are texts or lists of messages already."""
-    prompt, completion = row["prompt"], row["completion"]
-    before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    after = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    return [*system_of(row), *before, *after]
-
-
-def _question_and_answer(question: str, answer: str) -> Format:
+def _question_and_answer(question: str, answer: str, name: str = "questions and answers") -> Format:
     return Format(
-        "questions and answers",
-        (question, answer),
-        ("system",),
-        lambda row: [*system_of(row), *_turn(row[question], row[answer])],
+        name, (question, answer), ("system",), lambda row: [*system_of(row), *_turn(row[question], row[answer])]
     )
 
 
@@ -112,7 +109,39 @@ def system_of(row: Row) -> list[Message]:
 
 
 def _turn(question: object, answer: object) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    """Return both as messages, whether they are contents or lists of messages already."""
+    both = (("user", question), ("assistant", answer))
+    turns = (said if _are_messages(said) else [{"role": role, "content": said}] for role, said in both)
+    return [message for turn in turns for message in turn]
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list) and value != [] and all(isinstance(turn, dict) and SPEAKER & {*turn} for turn in value)
+    )
+
+
+def with_lists(row: Row, where: str) -> Row:
+    """Return a row whose columns hold lists of messages where they held them as texts: JSON, or as Python writes it.
+
+    Raises:
+        BadInputError: a text begins as such a list does, and is none.
+    """
+    return {name: _list_in(value, name, where) for name, value in row.items()}
+
+
+def _list_in(value: object, name: object, where: str) -> object:
+    if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
+        return value
+    found = from_text(value)
+    if _are_messages(found):
+        return found
+    if found is value and MESSAGES_BEGIN.match(value):
+        raise BadInputError(
+            f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
+            "table as .jsonl or .parquet."
+        )
+    return value
 
 
 FORMATS = (
@@ -120,7 +149,7 @@ FORMATS = (
     Format("ShareGPT", ("conversations",), ("system",), lambda row: [*system_of(row), *row["conversations"]]),
     Format("ShareGPT", ("conversation",), ("system",), lambda row: [*system_of(row), *row["conversation"]]),
     Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
-    Format("prompt and completion", ("prompt", "completion"), ("system",), prompt_and_completion),
+    _question_and_answer("prompt", "completion", "prompt and completion"),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
     Format("plain text", ("text",), (), None),
 )
@@ -222,7 +251,10 @@ def _normalised(message: object, where: str) -> Message:
         raise BadInputError(
             f"{where} has {begin_of(message)!r} for a message, which should have `role` and `content`: correct it."
         )
-    kept = {key: value for key, value in message.items() if value is not None and key not in ("from", "value")}
+    left_out = ("from", "value", *WEIGHTS)
+    kept = {key: value for key, value in message.items() if value is not None and key not in left_out}
+    if not _may_be_learnt(message, where):
+        kept["weight"] = 0
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if str(speaker) not in ROLES:
         raise BadInputError(
@@ -231,9 +263,27 @@ def _normalised(message: object, where: str) -> Message:
         )
     if content is None and kept.get("tool_calls"):
         content = ""
-    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):
+    is_number = isinstance(content, int) and not isinstance(content, bool)
+    if is_number or (isinstance(content, float) and math.isfinite(content)):
         content = str(content)  # a number for an answer; what is missing in a table of pandas is nan, and is refused
     return {**kept, "role": ROLES[str(speaker)], "content": _joined(content, where)}
+
+
+def _may_be_learnt(message: Message, where: str) -> bool:
+    """Return whether a message may be learnt, by any of the names that its weight has in people's rows."""
+    for name in WEIGHTS:
+        weight = message.get(name)
+        if weight is not None and weight not in (0, 1):
+            raise BadInputError(
+                f"{where} has a message with {begin_of(weight)!r} as its {name!r}, which is 0 where a message is not "
+                "learnt, and else 1: correct or remove it."
+            )
+    return all(message.get(name) in (None, 1) for name in WEIGHTS)
+
+
+def is_left_out(message: Message) -> bool:
+    """Return whether a message is read, and never learnt, as its weight says."""
+    return message.get("weight") == 0
 
 
 def _joined(content: object, where: str) -> object:

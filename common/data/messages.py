@@ -1,6 +1,5 @@
 """Rows of chat messages, or of plain text: checked, and turned into tokens with labels on what is learnt."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
-from common.data.files import TABLES, parse_table, suffix_of
-from common.data.formats import Format, recognise, refuse_pictures
+from common.data.files import TABLES, TEXT_FILE
+from common.data.formats import Format, is_left_out, recognise, refuse_pictures, with_lists
 from common.data.pictures import check_picture_kept
-from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
+from common.data.plain_texts import continuation_of, is_plain, opening_of, tokenize_plain
 from common.data.row_checks import check_budget, say_once
 from common.data.rows import (
     IGNORED_LABEL,
@@ -25,13 +24,16 @@ from common.data.rows import (
     place_of,
     placed,
     places_of,
+    said_in,
     tokens_in,
 )
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
+from common.data.tool_calls import from_text, with_calls, with_tools
 
-CONVERSATION = re.compile("(system )?user( call( tool)+)* assistant( user( call( tool)+)* assistant)*")
-"""The order of turns; a `call` is an assistant's message that calls tools."""
+TURN = "user( call( tool)+)* "
+CONVERSATION = re.compile(f"(system )?({TURN}assistant )*{TURN}(assistant|call)")
+"""The order of turns; a `call` is an assistant's message that calls tools, which may also be the last answer."""
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -40,14 +42,9 @@ def row_kind(run: RunConfig) -> RowKind:
         suffixes=(*TABLES, TEXT_FILE),
         holds="one JSON object with `messages` per line, or rows of another format",
         advice="row of `messages`",
-        parse=_parse,
         check=partial(check_messages, run=run),
         tokenize=tokenize_messages,
     )
-
-
-def _parse(lines: Iterator[str], source: str) -> Found:
-    return (parse_paragraphs if suffix_of(source) == TEXT_FILE else parse_table)(lines, source)
 
 
 def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
@@ -64,12 +61,14 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
                 f"{place} is {begin_of(row, 40)!r}, but should have columns, as `messages`: correct it."
             )
         where = place_of({**row, "where": place})
-        filled = {name: value for name, value in row.items() if value is not None}
+        filled = {name: value for name, value in with_lists(row, where).items() if value is not None}
         if not run.prompt_column:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         converted = known.convert(filled, where)
-        checked = _check_text(converted, where) if known.is_plain else check_conversation(converted, where)
+        checked = (
+            _check_text(converted, where) if known.is_plain else check_conversation(converted, where, run.train_on)
+        )
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -93,17 +92,21 @@ def _check_text(row: Row, where: str) -> Row:
     return row
 
 
-def check_conversation(row: Row, where: str) -> Row:
+def check_conversation(row: Row, where: str, train_on: str) -> Row:
     """Return a row of messages, its facts and tools as lists, if it is a conversation that ends with an answer.
 
+    The answer may be a call of tools. `train_on`: what is learnt of the row, but for messages whose weight is 0.
+
     Raises:
-        BadInputError: it is none.
+        BadInputError: it is none, or its weights leave nothing to learn, or contradict `train_on`.
     """
+    row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
         _check_message(message, where)
     _check_turns(row, where)
+    _check_weights(row, where, train_on)
     row = _with_facts(row, where)
-    return _with_tools(row, where)
+    return with_tools(row, where)
 
 
 def _check_message(message: Row, where: str) -> None:
@@ -111,12 +114,6 @@ def _check_message(message: Row, where: str) -> None:
         raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
     if not message["content"].strip() and not message.get("tool_calls"):
         raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
-    for call in message.get("tool_calls") or []:
-        if not isinstance(call, dict) or not isinstance(call.get("function", call).get("name"), str):
-            raise BadInputError(
-                f"{where} has a call of a tool without a name: {begin_of(call)}; give it "
-                "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}."
-            )
 
 
 def _check_turns(row: Row, where: str) -> None:
@@ -128,9 +125,25 @@ def _check_turns(row: Row, where: str) -> None:
         )
     if not CONVERSATION.fullmatch(" ".join(turns)):
         raise BadInputError(
-            f"{where} has messages of the roles {', '.join(repr(message['role']) for message in row['messages'])}: a "
-            "system message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
-            "between them, and an assistant's answer is the last; correct it."
+            f"{where} has messages of the roles {', '.join(map(repr, turns))}: a system message, if any, comes first, "
+            "then user and assistant in turn, with `tool_calls` and tool messages between them, and an assistant's "
+            "answer or call is the last; correct it."
+        )
+
+
+def _check_weights(row: Row, where: str, train_on: str) -> None:
+    if not any(map(is_left_out, row["messages"])):
+        return
+    if train_on in ("prompt", "all"):
+        raise BadInputError(
+            f"{where} has a message of weight 0, which is not to be learnt, but train_on is {train_on!r}: leave "
+            "--train_on out, or the weight."
+        )
+    answers = [message for message in row["messages"] if message["role"] == "assistant"]
+    if all(map(is_left_out, answers if train_on == "assistant" else answers[-1:])):
+        raise BadInputError(
+            f"{where} has nothing to learn, as each answer of which something could be learnt has the weight 0: remove "
+            "the row, or the weight."
         )
 
 
@@ -138,37 +151,13 @@ def _with_facts(row: Row, where: str) -> Row:
     """Return the row with its `facts` as a list of texts; in a table they are such a list in JSON, or one text."""
     facts = row.get("facts", [])
     if isinstance(facts, str):
-        facts = _list_in(facts)
+        found = from_text(facts)
+        facts = found if isinstance(found, list) else [facts] if facts.strip() else []
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(
             f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct or remove them."
         )
     return {**row, "facts": facts} if "facts" in row else row
-
-
-def _list_in(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return [text] if text.strip() else []
-
-
-def _with_tools(row: Row, where: str) -> Row:
-    """Return the row with its `tools` as a list, or without any where that is empty."""
-    tools = row.get("tools")
-    if isinstance(tools, str):  # as tables hold them
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except json.JSONDecodeError as error:
-            raise BadInputError(f"{where} has `tools` that are no JSON ({error.msg}): correct them.") from None
-    if tools in (None, []):
-        return {name: value for name, value in row.items() if name != "tools"}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadInputError(
-            f"{where} has `tools` that are no list of objects: {str(tools)[:80]}; give it "
-            "[{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}]."
-        )
-    return {**row, "tools": tools}
 
 
 def turns_of(row: Row) -> list[str]:
@@ -182,8 +171,8 @@ def question_of(row: Row) -> str:
 
 
 def answer_of(row: Row) -> str:
-    """Return the last answer's text, or how a plain text goes on."""
-    return continuation_of(row["text"]) if is_plain([row]) else row["messages"][-1]["content"]
+    """Return the last answer's text, with what it calls, or how a plain text goes on."""
+    return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
 
 
 def first_tokens(row: Tokens, count: int) -> Tokens:
@@ -194,6 +183,12 @@ def first_tokens(row: Tokens, count: int) -> Tokens:
 def has_labels(tokens: Tokens) -> bool:
     """Return whether some token of a row is to be learnt."""
     return any(label != IGNORED_LABEL for label in tokens["labels"])
+
+
+def _is_answer_cut(whole: Tokens, max_length: int) -> bool:
+    """Return whether something that is to be learnt lies beyond `max_length`."""
+    learnt_beyond = any(label != IGNORED_LABEL for label in whole["labels"][max_length:])
+    return learnt_beyond or len(whole.get("rejected_ids", ())) > max_length
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
@@ -223,10 +218,16 @@ def tokens_to_learn(
     `lacking`: what these do not have, in words.
 
     Raises:
-        BadInputError: as `tokenize_messages`.
+        BadInputError: as `tokenize_messages`; or an answer goes beyond `max_length`, and must not be cut.
     """
     without: list[Row] = []
-    tokenized = stored(_learnt_rows(rows, tokenizer, run, encode_rows, is_learnt, without))
+    cut: list[Row] = []
+    tokenized = stored(_learnt_rows(rows, tokenizer, run, encode_rows, is_learnt, without, cut))
+    if cut and run.long_texts == "refuse":
+        raise BadInputError(
+            f"{len(cut):,} of {len(rows):,} rows have answers that go beyond max_length, {run.max_length}, tokens "
+            f"({places_of(cut)}): raise --max_length, or pass --long_texts cut."
+        )
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
@@ -246,8 +247,9 @@ def _learnt_rows(
     encode_rows: Callable[[list[Row]], list[Tokens]],
     is_learnt: Callable[[Tokens], bool],
     without: list[Row],
+    cut: list[Row],
 ) -> Iterator[Tokens]:
-    """Yield the tokens of rows, and put those without a token to learn into `without`."""
+    """Yield the tokens of rows; those without a token to learn go into `without`, those with a cut answer to `cut`."""
     checked: set[tuple[str, ...]] = set()
     for batch in batches_of(rows, "tokenizing"):
         for row in batch:
@@ -257,6 +259,8 @@ def _learnt_rows(
                 checked.add(turns)
         for row, whole in zip(batch, encode_rows(batch), strict=True):
             tokens = first_tokens(whole, run.max_length)
+            if _is_answer_cut(whole, run.max_length):
+                cut.append(row)
             check_budget(tokens_in(tokens), row, run)
             if "picture" in row:
                 check_picture_kept(row, whole, run.max_length, tokenizer)

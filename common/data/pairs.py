@@ -13,10 +13,21 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.files import TABLES, parse_table
-from common.data.formats import KEPT, Message, normalised, refuse_pictures, system_of
+from common.data.files import TABLES
+from common.data.formats import KEPT, Message, normalised, refuse_pictures, system_of, with_lists
 from common.data.messages import check_conversation, has_labels, tokens_to_learn
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, padded_shape, place_of, placed
+from common.data.rows import (
+    IGNORED_LABEL,
+    Found,
+    Row,
+    RowKind,
+    Tokens,
+    begin_of,
+    padded_shape,
+    place_of,
+    placed,
+    said_in,
+)
 from common.data.templates import encode
 from common.planning.job import BatchShape
 
@@ -30,7 +41,6 @@ def row_kind(run: RunConfig) -> RowKind:
         suffixes=TABLES,
         holds="one JSON object with `prompt`, `chosen` and `rejected` per line",
         advice="pair of answers",
-        parse=parse_table,
         check=check_pairs,
         tokenize=tokenize_pairs,
         shape=shape_of_pairs,
@@ -51,16 +61,20 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
         if not isinstance(row, dict):
             raise BadInputError(f"{place} is {begin_of(row, 40)!r}, but should have the columns {COLUMNS}: correct it.")
         where = place_of({**row, "where": place})
-        row = {str(name).lower(): value for name, value in row.items() if value is not None}
+        row = {str(name).lower(): value for name, value in with_lists(row, where).items() if value is not None}
         refuse_pictures(row, where, or_name="")
         prompt, chosen, rejected = _three_parts(row, where)
         kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
-        checked = [check_conversation({**kept, "messages": [*prompt, answer]}, where) for answer in (chosen, rejected)]
-        if chosen["content"].strip() == rejected["content"].strip():
+        checked, other = (
+            check_conversation({**kept, "messages": [*prompt, answer]}, where, train_on="completion")
+            for answer in (chosen, rejected)
+        )
+        said, said_otherwise = (said_in(each["messages"][-1]).strip() for each in (checked, other))
+        if said == said_otherwise:
             raise BadInputError(
-                f"{where} has the same chosen and rejected answer, {begin_of(chosen['content'], 60)!r}: remove the row."
+                f"{where} has the same chosen and rejected answer, {begin_of(said, 60)!r}: remove the row."
             )
-        yield placed({**checked[0], "rejected": [rejected]}, place)
+        yield placed({**checked, "rejected": other["messages"][-1:]}, place)
 
 
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:

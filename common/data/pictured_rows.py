@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import messages
 from common.data.files import TABLES
-from common.data.formats import ROLES
+from common.data.formats import ROLES, with_lists
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
 from common.data.plain_texts import is_plain
@@ -33,7 +33,6 @@ def row_kind(run: RunConfig) -> RowKind:
         holds="rows with `messages`, or a question and an answer, and the column `image`",
         advice="row of `messages` with an `image`",
         check=partial(check_pictured, run=run),
-        in_folders=True,
         belongs_to=lambda row: row["picture_digest"],
     )
 
@@ -41,19 +40,21 @@ def row_kind(run: RunConfig) -> RowKind:
 def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     """Yield the rows of `source`, if each is a conversation about one picture that can be read.
 
-    Paths of pictures begin at the folder of `source`. The column `kind`, where there is one, says what is asked for.
+    Paths of pictures begin at `source`, or at the folder of that file. The column `kind`, where there is one, says what
+    is asked for.
 
     Raises:
         BadInputError: a row has no picture or several, or one that cannot be read, or is no conversation.
     """
-    folder = Path(source).parent if Path(source).exists() else None
+    place = Path(source)
+    folder = place if place.is_dir() else place.parent if place.exists() else None
     seen: deque[Row] = deque()
     transparent: list[str] = []
 
     def texts() -> Iterator[tuple[object, str]]:
         for row, where in found:
             if isinstance(row, dict):
-                pictures, row = _divided(row)
+                pictures, row = _divided(with_lists(row, where))
                 seen.append(_seen(pictures, row, folder, where, transparent))
             yield row, where
 

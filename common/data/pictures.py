@@ -28,6 +28,8 @@ MOST_PIXELS = 89_478_485
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
 TRANSPARENT_MODES = ("RGBA", "LA", "PA")
 """Modes that become RGB: with transparency on white."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Those that are read, whatever a file is called: Pillow would start Ghostscript for another, or read its own way."""
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 """The tag of EXIF, and its values by which width and height are exchanged."""
 
@@ -38,7 +40,7 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
     `folder`: where paths begin; None for rows that come from elsewhere than this machine's disk.
 
     Raises:
-        BadInputError: it is none of these, or its file does not exist.
+        BadInputError: it is none of these, or its file does not exist, or is not in `folder`.
     """
     if isinstance(picture, dict) and {"bytes", "path"} & picture.keys():
         picture = picture.get("bytes") or picture.get("path")
@@ -62,6 +64,11 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
         raise BadInputError(
             f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}: correct the path, which "
             "begins at the folder of the data file."
+        )
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise BadInputError(
+            f"{where} names the picture {begin_of(picture)}, which is not in {folder}, the data file's folder: copy it "
+            "there, and name it by its path from there."
         )
     return str(file)
 
@@ -137,12 +144,13 @@ def _opened(reference: str, where: str) -> Image.Image:
     name = _name_of(reference)
     try:
         source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
-        return Image.open(source)
+        return Image.open(source, formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise _too_large(name, where) from None
     except Exception as error:  # each of Pillow's formats has classes of its own
         raise BadInputError(
-            f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it, or leave the row out."
+            f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it by one of the format "
+            f"{', '.join(FORMATS)}, or leave the row out."
         ) from None
 
 

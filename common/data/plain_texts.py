@@ -1,28 +1,18 @@
 """Rows of plain text, for continued pre-training: every token is learnt, and long texts are divided, not cut."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.control_tokens import AS_TEXT
 from common.data.row_checks import check_budget
-from common.data.rows import Found, Row, Tokens
+from common.data.rows import Row, Tokens
 from common.data.stored_rows import batches_of, stored
 
-TEXT_FILE = ".txt"
 OPENING = 200
 """Characters of a test text, at most, that a model is given to continue; half of a text that is short."""
-
-
-def parse_paragraphs(lines: Iterator[str], source: str) -> Found:
-    """Yield the paragraphs of a text file, which are separated by empty lines, and where each begins."""
-    for is_filled, group in groupby(enumerate(lines, 1), key=lambda numbered: bool(numbered[1].strip())):
-        if is_filled:
-            numbered = list(group)
-            lines_of_text = (line.rstrip("\r\n") for _, line in numbered)  # Windows ends lines with both
-            yield {"text": "\n".join(lines_of_text).strip()}, f"{source}, line {numbered[0][0]}"
 
 
 def is_plain(rows: Sequence[Row]) -> bool:
@@ -45,7 +35,7 @@ def continuation_of(text: str) -> str:
 
 def opening_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the tokens of each text's opening."""
-    return tokenizer([opening_of(row["text"]) for row in rows])["input_ids"]
+    return tokenizer([opening_of(row["text"]) for row in rows], **AS_TEXT)["input_ids"]
 
 
 def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
@@ -65,7 +55,7 @@ def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
 def _learnt_pieces(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Iterator[Tokens]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for batch in batches_of(rows, "tokenizing"):
-        texts = tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]
+        texts = tokenizer([row["text"] for row in batch], **AS_TEXT)["input_ids"]
         for row, text in zip(batch, texts, strict=True):
             ids = [*text, *end]
             check_budget(min(len(ids), run.max_length), row, run)

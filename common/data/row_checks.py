@@ -1,5 +1,6 @@
 """Check rows across splits, before a model is loaded: doubles, and test rows that would be learnt; sum them up."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,8 +8,10 @@ from functools import cache
 from hashlib import sha256
 
 from common.base.errors import BadInputError
+from common.base.inert import printable
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
+from common.base.secrets import without_secrets
 from common.data.rows import Row, Splits, Tokens, place_of, places_of, texts_of, tokens_in
 from common.data.stored_rows import take
 
@@ -85,9 +88,9 @@ def check_budget(tokens: int, row: Row, run: RunConfig) -> None:
 
 @cache
 def say_once(line: str) -> None:
-    """Print a line once, however often the data are read; an empty one not at all."""
-    if line:
-        print(line)
+    """Print a line once, however often the data are read, by one rank of a machine; an empty one not at all."""
+    if line and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(printable(without_secrets(line)))
 
 
 def summary_of(train: Sequence[Tokens], validation: Sequence[Tokens], run: RunConfig) -> dict[str, int]:

@@ -1,6 +1,8 @@
 """Rows, tokens and splits: what they are, and what a task says about its rows."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -15,7 +17,13 @@ IGNORED_LABEL = -100
 """Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
 NO_ROW = -1
 """The row number that stands for "no row left for this rank"."""
-SPLIT_NAMES = ("train", "validation", "test")
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""What splits are called in names of files, folders and datasets, as `datasets` has it; the first word comes first."""
+SPLIT_NAMES = tuple(SPLIT_WORDS)
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
@@ -70,11 +78,8 @@ class RowKind:
     Attributes:
         suffixes: Of the files that can be read.
         holds: What a file holds, and what an empty one is to be given: for the refusals of `read_rows`.
-        parse: From the lines and the name of a file.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
-        in_folders: A split may also be a folder of pictures, with what is said about each in its file `metadata`, as
-            `datasets` has them (`imagefolder`).
         belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.
         shape: The shape of a batch of these rows, padded to the longest; it may have to look at all rows, the second
             argument.
@@ -83,11 +88,9 @@ class RowKind:
     suffixes: tuple[str, ...]
     holds: str
     advice: str
-    parse: Callable[[Iterator[str], str], Found]
     check: Callable[[Found, str], Iterable[Row]]
     tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
-    in_folders: bool = False
     belongs_to: Callable[[Row], str] | None = None
     shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
 
@@ -110,9 +113,18 @@ def place_of(row: Row) -> str:
 
 
 def places_of(rows: Iterable[Row]) -> str:
-    """Return where rows of one file stand, in its order and at most five of them: `rows.csv, row 3, 9, 12`."""
-    places = sorted((row["where"].rpartition(" ") for row in rows), key=lambda place: int(place[2]))
-    return f"{places[0][0]} {shown(number for _, _, number in places)}"
+    """Return where rows stand, with at most five of each file: `rows.csv, row 3, 9, 12`."""
+    numbers: dict[str, list[int]] = {}
+    for row in rows:
+        place, _, number = row["where"].rpartition(" ")
+        numbers.setdefault(place, []).append(int(number))
+    return "; ".join(f"{place} {shown(sorted(found))}" for place, found in islice(numbers.items(), 5))
+
+
+def split_named(name: str) -> str:
+    """Return the split that a word in a name stands for, as in `my-dev_2.csv`; empty = none."""
+    words = set(re.split(r"[\W_\d]+", name.lower()))
+    return next((split for split, its in SPLIT_WORDS.items() if words & set(its)), "")
 
 
 def shown(names: Iterable[object]) -> str:
@@ -122,10 +134,20 @@ def shown(names: Iterable[object]) -> str:
 
 
 def texts_of(row: Row) -> list[str]:
-    """Return the texts that a row holds."""
+    """Return the texts that a row holds; calls of tools are texts, too."""
     if "messages" in row:
-        return [message["content"] for message in [*row["messages"], *row.get("rejected", [])]]
+        return [said_in(message) for message in [*row["messages"], *row.get("rejected", [])]]
     return [row[key] for key in ("text", "summary") if key in row]
+
+
+def said_in(message: dict[str, Any]) -> str:
+    """Return what a message says: its content, and each call of a tool as JSON on a line of its own."""
+    if "tool_calls" not in message:
+        return message["content"]
+    calls = [call.get("function") or call for call in message["tool_calls"]]
+    called = [{key: call[key] for key in ("name", "arguments")} for call in calls]
+    said = [json.dumps(each, ensure_ascii=False, default=str) for each in called]  # Arrow has more types than JSON
+    return "\n".join([message["content"], *said] if message["content"] else said)
 
 
 def tokens_in(row: Tokens) -> int:

@@ -1,5 +1,6 @@
 """Read the rows of a run from wherever they are, as training, validation and test rows, and as tokens."""
 
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
 
-import fsspec
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedTokenizerBase
@@ -16,16 +16,16 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.files import COMPRESSED, read_rows, suffix_of, with_names
-from common.data.plain_texts import TEXT_FILE
+from common.data.control_tokens import check_control_tokens
+from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
+from common.data.folders import files_of_splits, names_below
 from common.data.row_checks import check_ids, check_rows_apart, say_once
-from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
-from common.data.stored_rows import stored, take
+from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named
+from common.data.stored_rows import take
 from common.data.texts import label_names, without_empty
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-METADATA_SUFFIXES = ("jsonl", "csv", "parquet")
 HOLD_OUT_SHARE, HOLD_OUT_MOST, HOLD_OUT_SEED = 0.1, 1_000, 0
 
 
@@ -52,16 +52,18 @@ def load_splits(run: RunConfig) -> Splits:
 def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
     """Return the files of a source on this machine, each with the time of its last change in ns, and its bytes."""
     place = _place_here(source)
-    of_folders = sorted(place.glob("*/metadata.*")) if place and place.is_dir() else []
-    files = sorted([*place.iterdir(), *of_folders]) if place and place.is_dir() else [place] if place else []
+    if place is None:
+        return ()
+    files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
     states = ((file, file.stat()) for file in files if file.is_file())
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
 
 
 def _place_here(source: str) -> Path | None:
     """Return the file or folder of a source that is no URL, and not on the Hub."""
-    places = () if "://" in source else (Path(source).expanduser(), REPOSITORY / source)
-    return next((place for place in places if place.exists()), None)
+    source = source.removeprefix("file://")
+    places = () if is_url(source) else (source, os.path.expanduser(source), REPOSITORY / source)
+    return next((Path(place) for place in places if os.path.exists(place)), None)
 
 
 @lru_cache(maxsize=1)
@@ -82,84 +84,100 @@ def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Spli
 
 
 def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
-    source = run.data
-    local = source if "://" in source else _place_here(source)
-    if local:
-        _refuse_hub_settings(run)
-        return _read_files(str(local), kind)
-    if HUB_ID.fullmatch(source):
-        return _read_hub_dataset(run, kind)
-    raise BadInputError(
-        f"The data {source} do not exist: pass --data with a folder that holds the files train, validation and test "
-        f"({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
-    )
+    place = _place_here(run.data)
+    if place or is_url(run.data):
+        source = str(place or run.data)
+        found = _splits_of_source(source, kind, run)
+    elif HUB_ID.fullmatch(run.data):
+        source, found = f"The dataset {run.data}", _splits_on_hub(run)
+    else:
+        raise BadInputError(
+            f"The data {run.data} do not exist: pass --data with a folder that holds the files train, validation and "
+            f"test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
+        )
+    names = _chosen_splits(list(found), source, run)
+    say_once(_say_names({split: (name, found[name][1]) for split, name in names.items()}, source))
+    return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
 
 
-def _refuse_hub_settings(run: RunConfig) -> None:
-    for name in ("dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"):
-        if getattr(run, name) != getattr(RunConfig, name):
+def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
+    """Return what a source calls the splits of a run, and say which others it has.
+
+    Raises:
+        BadInputError: there is none to train on, or none of a name that was asked for.
+    """
+    chosen = {}
+    for split, words in SPLIT_WORDS.items():
+        setting = f"dataset_{split}_split"
+        name = getattr(run, setting, split)
+        is_asked_for = name != getattr(RunConfig, setting, split)
+        found = name if name in there else next((word for word in words if word in there and not is_asked_for), None)
+        if found:
+            chosen[split] = found
+        elif split == "train" or is_asked_for:
             raise BadInputError(
-                f"{name} is {getattr(run, name)!r}, but it is for datasets of the Hub, and {run.data} is a file or "
-                f"folder: leave --{name} out."
+                f"{source} has no split {name!r} (there are: {', '.join(there)}): pass --{setting}, or give it one."
             )
+    others = [name for name in there if name not in chosen.values()]
+    say_once(f"{source} also has {', '.join(others)}: not read" if others else "")
+    return chosen
 
 
-def _read_files(source: str, kind: RowKind) -> Splits:
-    """Read the three files of a folder, or divide one file; `source` is a path or a URL."""
-    if suffix_of(source) in kind.suffixes:
-        return hold_out({"train": read_rows(source, kind)}, source, kind.belongs_to)
-    if Path(source).is_file():
+def _say_names(names: dict[str, tuple[str, str]], source: str) -> str:
+    """Return one line on splits that are called otherwise, by what a source calls each, and where it is; or none."""
+    called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
+    others = [f"{name} is {split}" for split, name in called.items() if split_named(name) and split not in name.lower()]
+    return f"{source}: {', '.join(others)}" if others else ""
+
+
+def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
+    """Return the rows of each split of a file or folder, with what they are read from."""
+    if run.dataset_revision:
+        raise BadInputError(
+            f"dataset_revision is {run.dataset_revision!r}, but it is for datasets of the Hub, and {source} is a file "
+            "or folder: leave --dataset_revision out."
+        )
+    if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
+        folder = source.rstrip("/")
+        files = files_of_splits(folder, kind, run.dataset_config)
+        return {split: (_rows_of_files(names, kind), _place_of_files(names, folder)) for split, names in files.items()}
+    if run.dataset_config:
+        raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
+    if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
         raise BadInputError(
             f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one of these, a "
             "spreadsheet as .csv."
         )
-    folder = source.rstrip("/")
-    files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
-    if not files["train"]:
-        _refuse_pictures_folder(folder)
-    train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
-    there = {name: file for name, file in files.items() if file}
-    splits = {name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}
-    return hold_out(splits, folder, kind.belongs_to)
+    return {split: (rows, source) for split, rows in splits_of_file(source, kind.holds).items()}
 
 
-def _refuse_pictures_folder(folder: str) -> None:
-    """Refuse a folder of pictures as `datasets` reads it, with a file of what is said about each (`imagefolder`)."""
-    files = (f"{place}/metadata.{suffix}" for place in (folder, f"{folder}/train") for suffix in METADATA_SUFFIXES)
-    found = next(filter(_is_there, files), None)
-    if found:
-        raise BadInputError(
-            f"{found} makes {folder} a folder of pictures: go to 3.3, which learns from them, or to learn from texts "
-            "about them alone, write these into train.jsonl there, without the column file_name."
-        )
+def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
+    """Yield the rows of files of one split, one file after another."""
+    for file in files:
+        splits = splits_of_file(file, kind.holds)
+        if len(splits) > 1:
+            raise BadInputError(
+                f"{file} holds {', '.join(splits)}, but is one split of its folder: pass --data with the file itself."
+            )
+        yield from next(iter(splits.values()))
 
 
-def _file_of(folder: str, split: str, kind: RowKind) -> str | None:
-    """Return the file of a split, compressed or not; SAMSum's archive calls validation `val`."""
-    stems = ("validation", "val") if split == "validation" else (split,)
-    suffixes = [suffix + packed for packed in ("", *COMPRESSED) for suffix in kind.suffixes]
-    files = [f"{folder}/{stem}{suffix}" for stem in stems for suffix in suffixes]
-    if kind.in_folders:
-        places = [folder] if split == "train" else []
-        places = [f"{folder}/{stem}" for stem in stems] + places
-        files += [f"{place}/metadata{suffix}" for place in places for suffix in suffixes]
-    return next(filter(_is_there, files), None)
+def _place_of_files(files: Sequence[str], folder: str) -> str:
+    """Return the only file, or the folder of several."""
+    return files[0] if len(files) == 1 else folder if is_url(folder) else os.path.commonpath(files)
 
 
-def _is_there(file: str) -> bool:
-    """Return whether a path or a URL leads to a file; what cannot be asked is refused when it is read."""
-    try:
-        system, path = fsspec.core.url_to_fs(file)
-        return system.exists(path)
-    except Exception:  # each of fsspec's file systems has classes of its own
-        return False
-
-
-def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
+def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
+    """Return the rows of each split of a dataset of the Hub, with its name."""
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
-        found = load_dataset(run.data, run.dataset_config or None, revision=run.dataset_revision or None)
+        found = load_dataset(
+            run.data,
+            run.dataset_config or None,
+            revision=run.dataset_revision or None,
+            trust_remote_code=False,
+        )
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
@@ -173,25 +191,13 @@ def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
             "--dataset_revision."
         ) from None
     _check_commit(run, next(iter(found.values())).cache_files)
-    names = {"train": run.dataset_train_split, "validation": "validation", "test": run.dataset_test_split}
-    for key, default in (("train", ""), ("test", "test")):
-        if names[key] not in found and names[key] != default:
-            there = ", ".join(found)
-            raise BadInputError(
-                f"The dataset {run.data} has no split {names[key]!r} (there are: {there}): pass --dataset_{key}_split."
-            )
     source = f"dataset {run.data}"
-    splits = {
-        split: stored(
-            kind.check(
-                ((row, f"{source}, {name} row {number}") for number, row in enumerate(with_names(found[name]))), source
-            ),
-            f"reading {source}",
-        )
-        for split, name in names.items()
-        if name in found
-    }
-    return hold_out(splits, f"The {source}", kind.belongs_to)
+
+    def rows_of(name: str) -> Found:
+        for number, row in enumerate(with_names(found[name])):
+            yield row, f"{source}, {name} row {number}"
+
+    return {name: (rows_of(name), source) for name in found}
 
 
 def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
@@ -216,34 +222,47 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
     """Return `splits` with training rows held out for each of validation and test that is missing.
 
     They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time. Rows for which `belongs_to` returns
-    the same come into one split.
+    the same come into one split. Of rows with labels each label is held out alike, and one row of it stays.
 
     Raises:
-        BadInputError: there is no training split, or too few rows to hold one out.
+        BadInputError: there are too few rows to hold one out.
     """
-    rows = splits.get("train", [])
-    missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
-    if len(rows) <= len(missing):
-        there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
-        divided = " (empty lines divide the texts of a .txt)" if suffix_of(source) == TEXT_FILE else ""
-        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows{divided}.")
-    others, count = dict(splits), min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
+    rows, others = splits["train"], dict(splits)
+    missing = [name for name in SPLIT_NAMES if name not in splits]
     if missing:
-        share = f"{'about ' if belongs_to else ''}{count:,} of its {len(rows):,} training rows"
-        say_once(f"{source} has no {' and no '.join(missing)} rows: {share} are held out for each")
+        labels = [row["label"] for row in rows] if "label" in rows[0] else []
+        least = len(missing) + max(1, len(set(labels)))
+        if len(rows) < least:
+            there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
+            divided = " (empty lines divide the texts of a .txt)" if source.endswith(TEXT_FILE) else ""
+            staying = f", as one of each of the {len(set(labels))} labels stays there" if labels else ""
+            raise BadInputError(f"{source} has {there}: give its train split at least {least} rows{divided}{staying}.")
         check_ids(rows)
+        wanted = min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
+        share = f"{'about ' if belongs_to or labels else ''}{wanted:,} of its {len(rows):,} training rows"
+        say_once(f"{source} has no {' and no '.join(missing)} rows: {share} are held out for each")
         order = _groups_of(rows, belongs_to)
         if len(order) <= len(missing):
             say_once(f"{source} has too few different pictures ({len(order)}): what is held out has those of training")
             order = _groups_of(rows, None)
         random.Random(HOLD_OUT_SEED).shuffle(order)
+        order, staying = _alike_by_label(order, labels) if labels else (order, [])
         for name in missing:
             taken = order.pop(0)
-            while len(taken) < count and len(order) > len(missing):
+            while len(taken) < wanted and len(order) > len(missing):
                 taken = taken + order.pop(0)
             others[name] = take(rows, taken)
-        rows = take(rows, [number for group in order for number in group])
+        rows = take(rows, [number for group in [*order, *staying] for number in group])
     return Splits(rows, others["validation"], others["test"], held_out="test" in missing)
+
+
+def _alike_by_label(order: list[list[int]], labels: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return rows in an order whose first part, of any size, has the labels in their shares; and one of each, apart."""
+    of_label: dict[str, list[list[int]]] = {}
+    for row in order:
+        of_label.setdefault(labels[row[0]], []).append(row)
+    spread = [((place - 0.5) / len(rows), row) for rows in of_label.values() for place, row in enumerate(rows) if place]
+    return [row for _, row in sorted(spread, key=lambda each: each[0])], [rows[0] for rows in of_label.values()]
 
 
 def _groups_of(rows: Sequence[Row], belongs_to: Callable[[Row], str] | None) -> list[list[int]]:
@@ -263,6 +282,19 @@ def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunC
         BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
     """
     return row_kind(run).tokenize(rows, tokenizer, run)
+
+
+def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
+    """Check what a tokenizer alone tells of rows: control tokens in their texts, and what `long_texts` refuses.
+
+    Raises:
+        BadInputError: a row is to be refused for either; with where it stands.
+    """
+    every = (splits.train, splits.validation, splits.test)
+    check_control_tokens(every, tokenizer, run)
+    if run.long_texts == "refuse":
+        for rows in every:
+            tokens_of(rows, tokenizer, run)
 
 
 @lru_cache(maxsize=1)

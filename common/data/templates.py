@@ -1,18 +1,26 @@
 """Chat templates: how conversations become tokens, and which of these are learnt."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import suppress
+from copy import copy
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import encode_marked_chat
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
+from common.data.answer_ends import answer_ends, check_named_templates, in_time, say_ends
+from common.data.control_tokens import control_token_in, control_tokens, marked
+from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
 from common.data.plain_texts import is_plain, opening_ids
 from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
+from common.data.tool_calls import with_arguments_as_text
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -24,16 +32,19 @@ each answer. The begin token comes first where the tokenizer writes one."""
 
 QUIET = {"verbose": False}
 """Says nothing of rows that are longer than the model reads: they are cut later."""
+REMEDY = "remove such rows, or pass a --model whose template takes them."
 
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
-    """Give a tokenizer that has no chat template the plain one; return a line that says so, else an empty one.
+    """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end.
 
     Raises:
-        BadInputError: the tokenizer has no end token either, so that no answer could end.
+        BadInputError: the tokenizer has no end token either, so that no answer could end; or several templates, of
+            which none is for all rows.
     """
     if tokenizer.chat_template is not None:
-        return ""
+        check_named_templates(tokenizer, model)
+        return say_ends(tokenizer, model)
     if tokenizer.eos_token is None:
         raise BadInputError(
             f"The tokenizer of {model} has neither a chat template nor an end token, so that no answer could end: "
@@ -51,15 +62,22 @@ def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a template that marks every answer (`{% generation %}`): the tokenizer's, TRL's version of it, or None."""
-    if re.search(r"{%-?\s*generation", tokenizer.chat_template):
-        return tokenizer.chat_template
+def training_template(tokenizer: PreTrainedTokenizerBase, template: str = "") -> str | None:
+    """Return a template that marks every answer (`{% generation %}`): the tokenizer's, TRL's version of it, or None.
+
+    `template`: of a tokenizer with several, the one for the rows; empty = that for rows without tools.
+    """
+    template = template or tokenizer.get_chat_template()
+    if re.search(r"{%-?\s*generation", template):
+        return template
     from trl.chat_template_utils import get_training_chat_template  # here: it imports datasets, which takes 2 seconds
 
+    with_one = copy(tokenizer)
+    with_one.chat_template = template
     try:
-        return get_training_chat_template(tokenizer)
-    except (ValueError, TemplateError):  # TRL has no version of it
+        with in_time("A conversation"), reading("The template"):  # TRL tries it
+            return get_training_chat_template(with_one)
+    except BadInputError:  # TRL has no version of it
         return None
 
 
@@ -87,42 +105,73 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -
 
 
 def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -> list[Tokens]:
-    marked = training_template(tokenizer) if tokenizer.is_fast else None
-    if train_on == "assistant" and marked and "picture" not in rows[0]:
-        return _encode_marked(rows, tokenizer, marked)
-    whole = _ids(rows, tokenizer)
-    if train_on == "all":
-        masks = [[True] * len(ids) for ids in whole]
-    else:
-        prompts = map(len, prompt_ids(rows, tokenizer))
-        masks = [
-            [(position >= prompt) == (train_on != "prompt") for position in range(len(ids))]
-            for ids, prompt in zip(whole, prompts, strict=True)
-        ]
-    if train_on == "assistant":
-        _add_earlier_answers(masks, rows, whole, tokenizer)
-    return list(map(_labelled, whole, masks))
-
-
-def _encode_marked(rows: list[Row], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Tokens]:
-    tokens: list[Tokens] = []
-    for tools, group in groupby(rows, key=lambda row: row.get("tools")):
-        encoded = tokenizer.apply_chat_template(
-            [row["messages"] for row in group],
-            tools=tools,
-            chat_template=template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs=QUIET,
-        )
-        tokens += map(_labelled, encoded["input_ids"], encoded["assistant_masks"])
+    if train_on != "assistant" or not tokenizer.is_fast or "picture" in rows[0]:
+        return _encode_by_turns(rows, tokenizer, train_on)
+    pattern, tokens, templates = control_tokens(tokenizer), [], {}
+    for (tools, is_usual), group in groupby(rows, key=lambda row: (row.get("tools"), _is_usual(row, pattern))):
+        own = tokenizer.get_chat_template(tools=tools)
+        if own not in templates:
+            templates[own] = training_template(tokenizer, own)
+        if is_usual and templates[own]:
+            tokens += _encode_marked(list(group), tokenizer, templates[own])
+        else:
+            tokens += _encode_by_turns(list(group), tokenizer, train_on, templates[own])
     return tokens
 
 
+def _is_usual(row: Row, pattern: re.Pattern[str]) -> bool:
+    """Return whether all answers of a row are learnt, and its texts have no control tokens."""
+    return not any(map(is_left_out, row["messages"])) and control_token_in(row, pattern) is None
+
+
+def _encode_marked(rows: list[Row], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Tokens]:
+    encoded = _applied(rows, tokenizer, chat_template=template, return_assistant_tokens_mask=True)
+    ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
+    learnt = (_with_ends(*each, ends) for each in zip(encoded["assistant_masks"], encoded["input_ids"], strict=True))
+    return list(map(_labelled, encoded["input_ids"], learnt))
+
+
+def _with_ends(mask: list[int], ids: list[int], ends: list[list[int]]) -> list[int]:
+    """Return the mask of a row with the end of each answer, which the marks of a template may leave out."""
+    last = len(mask) - mask[::-1].index(1) - 1 if 1 in mask else 0
+    if any(ids[last] == end[-1] for end in ends):
+        return mask
+    for place in range(1, len(mask)):
+        for end in ends if mask[place - 1] and not mask[place] else ():
+            if ids[place : place + len(end)] == end:
+                mask[place : place + len(end)] = [1] * len(end)
+    return mask
+
+
+def _encode_by_turns(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str, template: str | None = None
+) -> list[Tokens]:
+    """Return whole rows as tokens; what each turn adds tells what is learnt. `template`: None = the tokenizer's own."""
+    whole = _ids(rows, tokenizer, template=template)
+    if train_on == "all":
+        masks = [[True] * len(ids) for ids in whole]
+    else:
+        prompts = _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, True, template)
+        masks = [
+            [(position >= len(prompt)) == (train_on != "prompt") for position in range(len(ids))]
+            for ids, prompt in zip(whole, prompts, strict=True)
+        ]
+    if train_on == "assistant":
+        for number, row in enumerate(rows):
+            if is_left_out(row["messages"][-1]):
+                masks[number] = [False] * len(whole[number])
+        _add_earlier_answers(masks, rows, whole, tokenizer, template)
+    return list(map(_labelled, whole, masks))
+
+
 def _add_earlier_answers(
-    masks: list[list[bool]], rows: list[Row], whole: list[list[int]], tokenizer: PreTrainedTokenizerBase
+    masks: list[list[bool]],
+    rows: list[Row],
+    whole: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
 ) -> None:
-    """Mark the answers before each row's last one, unless the whole row writes them otherwise.
+    """Mark the answers before each row's last one, unless their weight is 0 or the whole row writes them otherwise.
 
     So do templates that remove earlier thoughts: what generation would have written is not in such a row.
     """
@@ -130,10 +179,10 @@ def _add_earlier_answers(
         (number, turn)
         for number, row in enumerate(rows)
         for turn, message in enumerate(row["messages"][:-1])
-        if message["role"] == "assistant"
+        if message["role"] == "assistant" and not is_left_out(message)
     ]
-    befores = _ids([_first(rows[number], turn) for number, turn in earlier], tokenizer, answer_follows=True)
-    throughs = _ids([_first(rows[number], turn + 1) for number, turn in earlier], tokenizer)
+    befores = _ids([_first(rows[number], turn) for number, turn in earlier], tokenizer, True, template)
+    throughs = _ids([_first(rows[number], turn + 1) for number, turn in earlier], tokenizer, template=template)
     for (number, _), before, through in zip(earlier, befores, throughs, strict=True):
         start, end = len(before), len(through)
         if through[:start] == before and whole[number][:end] == through:
@@ -145,23 +194,69 @@ def _first(row: Row, count: int) -> Row:
     return {**row, "messages": row["messages"][:count]}
 
 
-def _ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bool = False) -> list[list[int]]:
+def _ids(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bool = False, template: str | None = None
+) -> list[list[int]]:
+    """Return what the template writes of rows, as tokens; control tokens in their texts are encoded as text."""
     ids: list[list[int]] = []
-    for tools, group in groupby(rows, key=lambda row: row.get("tools")):
+    pattern = control_tokens(tokenizer)
+    for (_, token), group in groupby(rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern))):
         conversations = list(group)
-        encoded = tokenizer.apply_chat_template(
-            [_messages(row) for row in conversations],
-            tools=tools,
-            add_generation_prompt=answer_follows,
-            return_dict=True,
-            tokenizer_kwargs=QUIET,
-        )
+        settings = {"add_generation_prompt": answer_follows, "chat_template": template}
+        encoded = _applied(conversations, tokenizer, pattern if token else None, **settings)
         ids += map(partial(_whole_ids, tokenizer=tokenizer), conversations, encoded["input_ids"])
     return ids
 
 
-def _messages(row: Row) -> list[dict[str, Any]]:
-    return with_part(row) if "picture" in row else row["messages"]
+def _applied(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, as_text: re.Pattern[str] | None = None, **settings: Any
+) -> Any:
+    """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them.
+
+    Raises:
+        BadInputError: a row cannot be written or encoded; with where it stands.
+    """
+    places = " to ".join(dict.fromkeys(place_of(row) for row in (rows[0], rows[-1])))
+    messages, tools = [_messages(row, tokenizer) for row in rows], rows[0].get("tools")
+    if as_text:
+        messages, tools = marked(messages, as_text), marked(tools, as_text)
+    try:
+        with reading(f"{places}, as the chat template of {tokenizer.name_or_path} writes it,", REMEDY):
+            if as_text:
+                texts = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **settings)
+                return {"input_ids": [encode_marked_chat(tokenizer, text) for text in texts]}
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, return_dict=True, tokenizer_kwargs=QUIET, **settings
+            )
+    except BadInputError:
+        for row in rows if len(rows) > 1 else ():
+            _applied([row], tokenizer, as_text, **settings)  # names the first that cannot
+        raise
+
+
+def _messages(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    messages = with_part(row) if "picture" in row else row["messages"]
+    has_calls = any("tool_calls" in message for message in messages)
+    if has_calls and _takes_text(tokenizer, str(tokenizer.chat_template)):
+        return list(map(with_arguments_as_text, messages))
+    return messages
+
+
+@lru_cache(maxsize=4)
+def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether the tokenizer's `template` writes a call's arguments only where they are a text."""
+
+    def written(arguments: object) -> str:
+        call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        with suppress(BadInputError), reading("The chat template"):
+            return tokenizer.apply_chat_template(turns, tokenize=False)
+        return ""
+
+    arguments = {"place": "shelf"}
+    of_object = written(arguments)
+    takes_objects = "shelf" in of_object and str(arguments) not in of_object
+    return not takes_objects and "shelf" in written(json.dumps(arguments))
 
 
 def _whole_ids(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -177,16 +272,18 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
     """Refuse a template that cannot write the turns of a row, or drops one.
 
     Raises:
-        BadInputError: with where the row stands and its turns, or the message that is dropped.
+        BadInputError: with where the row stands and its turns, or the message that is dropped; or it computes without
+            end.
     """
     template = f"The chat template of {tokenizer.name_or_path}"
-    try:
-        text = tokenizer.apply_chat_template(_messages(row), tools=row.get("tools"), tokenize=False)
-    except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
-        raise BadInputError(
-            f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): remove such rows, or "
-            "pass a --model whose template takes them."
-        ) from None
+    what = f"{place_of(row)}, as the chat template of {tokenizer.name_or_path} writes it,"
+    with in_time(what), reading(what, REMEDY):
+        try:
+            text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
+        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
+            raise BadInputError(
+                f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): {REMEDY}"
+            ) from None
     for message in row["messages"]:
         dropped = [says for says in _said(message) if says not in text]
         if dropped:
@@ -198,6 +295,6 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
 
 def _said(message: dict[str, Any]) -> list[str]:
     """Return what a template should write of a message: names of tools, and the text unless templates rewrite it."""
-    names = [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
+    names = [(call.get("function") or call)["name"] for call in message.get("tool_calls") or []]
     is_rewritten = message["role"] == "tool" or "</think>" in message["content"]
     return names if is_rewritten else [*names, message["content"].strip()]

@@ -1,7 +1,10 @@
 """Rows of texts, each with a label or a summary: read from CSV, JSONL, JSON or the Hub, and turned into tokens."""
 
+import math
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,11 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.files import TABLES, parse_table
+from common.data.control_tokens import AS_TEXT
+from common.data.files import TABLES
 from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
+
+MOST_LABELS, MOST_LABELS_SAID = 100, 20
+"""In a record and in a line, of the commonest: there may be hundreds of thousands."""
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
@@ -34,7 +41,6 @@ def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Call
         suffixes=TABLES,
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
         advice=advice,
-        parse=parse_table,
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
         tokenize=tokenize,
     )
@@ -103,7 +109,9 @@ def without_empty(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def with_classes(splits: Splits) -> Splits:
-    """Return the rows with the number of their class: labels of the training rows, in alphabetical order.
+    """Return the rows with the number of their class: labels of the training rows, in their natural order.
+
+    Labels that are the same but for case, spaces or the form of their characters are said.
 
     Raises:
         BadInputError: there is one class only, or a label that no training row has.
@@ -114,32 +122,69 @@ def with_classes(splits: Splits) -> Splits:
             f"All {len(splits.train)} training rows have the label {next(iter(classes))!r}: there must be two to "
             "choose from; look at --data and --label_column."
         )
+    near = near_labels(classes)
+    if near:
+        say_once(f"WARNING: labels that differ in their form alone are classes of their own: {near}")
     for name, rows in (("validation", splits.validation), ("test", splits.test)):
         unknown = [row for row in rows if row["label"] not in classes]
         if unknown:
-            labels = shown(sorted({row["label"] for row in unknown}))
+            labels = sorted({row["label"] for row in unknown})
+            near = near_labels([*classes, *labels])
             raise BadInputError(
                 f"{len(unknown)} of {len(rows)} {name} rows ({places_of(unknown)}) have labels that no training row "
-                f"has ({labels}), but training knows {', '.join(classes)}: correct them, or add such rows to train."
+                f"has ({shown(labels)}), but training knows {shown(classes)}: correct them, or add such rows to train"
+                f"{f' (some differ in their form alone: {near})' if near else ''}."
             )
     return splits.map(lambda rows: stored({**row, "class": classes[row["label"]]} for row in rows))
 
 
 def label_names(splits: Splits) -> list[str]:
     """Return the labels of the training rows, in the order of their numbers."""
-    return sorted({row["label"] for row in splits.train})
+    return in_natural_order({row["label"] for row in splits.train})
+
+
+def in_natural_order(labels: Iterable[str]) -> list[str]:
+    """Return numbers by their size, and other labels by their letters, with numbers in them by their size."""
+    labels = sorted(labels)
+    try:
+        sizes = {label: float(label) for label in labels}
+    except ValueError:
+        return sorted(labels, key=_words_and_numbers)
+    return sorted(labels, key=sizes.__getitem__) if all(map(math.isfinite, sizes.values())) else labels
+
+
+def _words_and_numbers(label: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]
+
+
+def near_labels(labels: Iterable[str]) -> str:
+    """Return which labels differ only in case, spaces, or the form of characters or numbers; empty where none do."""
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        groups.setdefault(_folded(label), []).append(label)
+    return shown(" and ".join(map(repr, group)) for group in groups.values() if len(group) > 1)
+
+
+def _folded(label: str) -> str:
+    text = " ".join(unicodedata.normalize("NFKC", label).casefold().split())
+    try:
+        return str(float(text))
+    except ValueError:
+        return text
 
 
 def class_shares(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the share of the rows that have each label, the largest first."""
-    return {label: count / len(rows) for label, count in Counter(row["label"] for row in rows).most_common()}
+    """Return the share of the rows that have each label, the largest first, of at most `MOST_LABELS`."""
+    counts = Counter(row["label"] for row in rows)
+    return {label: count / len(rows) for label, count in counts.most_common(MOST_LABELS)}
 
 
 def say_balance(splits: Splits) -> str:
     """Return one line that says how many rows there are, with which labels, and how uneven these are."""
-    shares = class_shares(splits.train)
-    largest, smallest = max(shares.values()), min(shares.values())
-    listed = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    counts = Counter(row["label"] for row in splits.train).most_common()
+    largest, smallest = counts[0][1], counts[-1][1]
+    said = [f"{begin_of(label, 40)} {count / len(splits.train):.0%}" for label, count in counts[:MOST_LABELS_SAID]]
+    listed = ", ".join(said + [f"and {len(counts) - len(said):,} labels more"] * (len(said) < len(counts)))
     sizes = f"{len(splits.train):,} training, {len(splits.validation):,} validation and {len(splits.test):,} test rows"
     return f"{sizes}; {listed}: the largest class has {largest / smallest:.1f} times the rows of the smallest"
 
@@ -159,13 +204,17 @@ def tokenize_labelled(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
 def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every text as tokens, with the tokens of its summary as labels; both end with the tokenizer's end token.
 
+    A summary that is cut at `max_target_length` has no end token.
+
     Raises:
-        BadInputError: texts are longer than `max_length`, and must not be cut.
+        BadInputError: texts or summaries are too long, and must not be cut.
     """
+    if run.long_texts == "refuse":
+        _refuse_long(rows, "summary", run.max_target_length, "max_target_length", tokenizer)
 
     def summaries_of(batch: list[Row]) -> list[list[int]]:
-        summaries = [row["summary"] for row in batch]
-        return tokenizer(text_target=summaries, truncation=True, max_length=run.max_target_length)["input_ids"]
+        summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
+        return [ids[: run.max_target_length] for ids in summaries]
 
     return _tokenize(rows, summaries_of, tokenizer, run)
 
@@ -176,16 +225,13 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
 ) -> Sequence[Tokens]:
-    long = _too_long(rows, tokenizer, run) if run.long_texts == "refuse" else []
-    if long:
-        raise BadInputError(
-            f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens ({places_of(take(rows, long))}): "
-            "raise --max_length, or pass --long_texts cut."
-        )
+    if run.long_texts == "refuse":
+        _refuse_long(rows, "text", run.max_length, "max_length", tokenizer)
 
     def encoded() -> Iterator[Tokens]:
+        limit = {"truncation": True, "max_length": run.max_length}
         for batch in batches_of(rows, "tokenizing"):
-            texts = tokenizer([row["text"] for row in batch], truncation=True, max_length=run.max_length)["input_ids"]
+            texts = tokenizer([row["text"] for row in batch], **limit, **AS_TEXT)["input_ids"]
             for text, label in zip(texts, labels_of(batch), strict=True):
                 yield {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
 
@@ -193,15 +239,35 @@ def _tokenize(
 
 
 def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
-    """Return one line that says how many training texts have more than `max_length` tokens."""
-    long = len(_too_long(rows, tokenizer, run))
-    if not long:
-        return f"no training text has more than {run.max_length} tokens"
-    return f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
+    """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
+    long = len(_too_long(rows, "text", run.max_length, tokenizer))
+    said = f"no training text has more than {run.max_length} tokens"
+    if long:
+        said = f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
+    cut = len(_too_long(rows, "summary", run.max_target_length, tokenizer)) if run.goal.summarizes else 0
+    if not cut:
+        return said
+    return (
+        f"{said}; {cut:,} of {len(rows):,} summaries have more than max_target_length, {run.max_target_length}, tokens "
+        "and are learnt without their end"
+    )
 
 
-def _too_long(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
-    """Return the numbers of the rows whose texts are longer than `max_length` tokens."""
+def _refuse_long(rows: Sequence[Row], key: str, limit: int, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    long = _too_long(rows, key, limit, tokenizer)
+    if long:
+        what = "texts" if key == "text" else "summaries"
+        raise BadInputError(
+            f"{len(long)} of {len(rows)} {what} have more than {limit} tokens ({places_of(take(rows, long))}): raise "
+            f"--{setting}, or pass --long_texts cut."
+        )
+
+
+def _too_long(rows: Sequence[Row], key: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the numbers of the rows whose `key`, text or summary, has more than `limit` tokens."""
+    argument = "text" if key == "text" else "text_target"
     batches = batches_of(rows, "measuring")
-    whole = (ids for batch in batches for ids in tokenizer([row["text"] for row in batch], verbose=False)["input_ids"])
-    return [number for number, ids in enumerate(whole) if len(ids) > run.max_length]
+    whole = (
+        ids for batch in batches for ids in tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"]
+    )
+    return [number for number, ids in enumerate(whole) if len(ids) > limit]

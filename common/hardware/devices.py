@@ -182,6 +182,7 @@ class Gpu:
         usd_per_hour: Rent of one, on demand, without tax; None = no public price found.
         price_date: When that price was read, year and month at least.
         price_source: Who asks it, and where it is published.
+        process_gib: Of a CPU, what a run's process holds before its model loads; 0 = it is not known.
     """
 
     name: str
@@ -196,6 +197,7 @@ class Gpu:
     usd_per_hour: float | None = None
     price_date: str | None = None
     price_source: str | None = None
+    process_gib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -248,11 +250,15 @@ def find_machine(name: str) -> Machine:
 CPU_DEVICE = "CPU, 1 thread"
 
 
-def cpu_device() -> Gpu:
-    """Return a CPU to plan with, one process with one thread, described like a GPU."""
+def cpu_device(process_gib: float = 0.0) -> Gpu:
+    """Return a CPU to plan with, one process with one thread, described like a GPU.
+
+    `process_gib`: what a run's process holds before its model loads; 0: it is not known.
+    """
     return Gpu(
         name=CPU_DEVICE,
         memory_gib=psutil.virtual_memory().total / GIB,
+        process_gib=process_gib,
         cuda_cores=0,
         tflops_dense=dict.fromkeys(PRECISIONS) | {"fp32": 0.1},
         memory_bandwidth_gb_per_s=10,

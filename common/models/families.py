@@ -16,7 +16,13 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
 from common.models.separate_rows import separates_rows
-from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, is_projection
+from common.models.trained_weights import (
+    add_lora,
+    has_fused_experts,
+    idle_weights,
+    layers_called,
+    with_trained_weights,
+)
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
@@ -68,7 +74,7 @@ def is_set(run: RunConfig, name: str) -> bool:
 
 
 def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or names_a_layer(run):
+    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or names_layers(run):
         return run
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
@@ -131,11 +137,23 @@ def recipe_targets(run: RunConfig) -> str:
     return str(recipe.get("target_modules", ""))
 
 
-def names_a_layer(run: RunConfig) -> bool:
-    """Return whether one of the run's `target_modules` is a layer of its model."""
-    endings = tuple(f".{name}" for name in run.target_modules.split(","))
-    modules = model_without_weights(run).named_modules()
-    return any(f".{name}".endswith(endings) for name, module in modules if is_projection(module))
+def names_layers(run: RunConfig) -> bool:
+    """Return whether each of the run's `target_modules` is a layer of its model."""
+    try:
+        layers_called(model_without_weights(run), run.target_modules, with_head=True)
+    except BadInputError:
+        return False
+    return True
+
+
+def check_targets(run: RunConfig) -> None:
+    """Refuse a run whose `target_modules` cannot be trained, by its model without weights.
+
+    Raises:
+        BadInputError: as `with_trained_weights`.
+    """
+    with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
+        with_trained_weights(model_without_weights(run), run)
 
 
 def adapts_experts(run: RunConfig) -> bool:

@@ -33,10 +33,11 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_liger_kernel_available
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.data.answer_ends import check_named_templates, say_ends, stops_of
 from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
@@ -44,7 +45,13 @@ from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, model_on_meta
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
-from common.planning.architectures import find_config, is_hub_id, refuse_revision
+from common.planning.architectures import (
+    find_config,
+    is_hub_id,
+    reach_of_positions,
+    refuse_quantized,
+    refuse_revision,
+)
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
@@ -228,17 +235,27 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
         checked_config(run)
     if run.weights == "random" and run.model != MINILM:
-        return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer)
+        return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer, trust_remote_code=False)
     source = what_to_load(run)
-    try:
+    with reading(f"The tokenizer of {run.model}", "Correct it, or pass another --model."):
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except (OSError, ValueError) as error:
-        raise _cannot_be_loaded("tokenizer", run.model, error) from error
     if run.goal.chats:
         say_once(with_chat_template(tokenizer, run.model))
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _give_pad_token(tokenizer, run.model)
     return tokenizer
+
+
+def _give_pad_token(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Let an end token pad, where no token does: padding is masked, whatever it is."""
+    if tokenizer.pad_token is not None:
+        return
+    ends = stops_of(tokenizer).token_ids
+    if not ends:
+        raise BadInputError(
+            f"The tokenizer of {model} has neither a pad token nor an end token: give it a pad_token, or pass another "
+            "--model."
+        )
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
 
 
 def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
@@ -248,10 +265,8 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     """
     config = checked_config(run)
     source = what_to_load(run, ASSETS / run.goal.tokenizer if run.weights == "random" else None)
-    try:
+    with reading(f"The processor of {run.model}", "Correct it, or pass another --model."):
         processor = AutoProcessor.from_pretrained(**source)
-    except (OSError, ValueError, ImportError) as error:
-        raise _cannot_be_loaded("processor", run.model, error) from error
     tokenizer = processor.tokenizer
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if tokenizer.chat_template is None:
@@ -259,11 +274,12 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
             f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, "
             "such as HuggingFaceTB/SmolVLM-Instruct."
         )
+    check_named_templates(tokenizer, run.model)
     if run.weights == "random":
         _make_one_square(processor, config)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _give_pad_token(tokenizer, run.model)
     tokenizer.processor = processor
+    say_once(say_ends(tokenizer, run.model))
     return tokenizer
 
 
@@ -397,11 +413,13 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
     """Return the architecture of the run's model, if it can do the run's task.
 
     Raises:
-        BadInputError: it is of another kind, or reads or writes fewer tokens than the run's settings ask for.
+        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run's settings
+            ask for.
     """
     is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
     model = run.model if is_here else check_model(run.model, run.model_revision)
     config = any_shape_config(model, run.model_revision)
+    refuse_quantized(run.model, {**vars(config), "text_config": vars(config.get_text_config())})
     is_of_kind, refusal = MODEL_KINDS[run.goal.model_kind]
     if not is_of_kind(config):
         raise BadInputError(f"{run.model} is of the kind {config.model_type}, {refusal}.")
@@ -417,8 +435,13 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
 
 def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions - 2 if positions and config.model_type in COUNTED_FROM_PADDING else positions
+    texts = config.get_text_config()
+    positions = getattr(texts, "max_position_embeddings", None)
+    if not positions:
+        return None
+    if config.model_type in COUNTED_FROM_PADDING:
+        return positions - 2
+    return reach_of_positions(positions, getattr(texts, "rope_parameters", None))
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
@@ -429,11 +452,13 @@ def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
     """
     path = find_config(model, revision)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(
             f"Transformers cannot read {path.name} of {model} ({str(error).splitlines()[0]})."
         ) from None
+    config._attn_implementation = None  # a file may name a kernel of the Hub, which is code: each run names its own
+    return config
 
 
 def model_without_weights(run: RunConfig) -> PreTrainedModel:
@@ -463,7 +488,8 @@ def _random_model(
         config.decoder_start_token_id, config.forced_bos_token_id = tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     kind, dtype = getattr(transformers, run.goal.auto_class), weight_dtype(run)
-    model = model_on_meta(lambda: kind.from_config(config, dtype=dtype, attn_implementation=ATTENTION[run.attention]))
+    how = {"dtype": dtype, "attn_implementation": ATTENTION[run.attention], "trust_remote_code": False}
+    model = model_on_meta(lambda: kind.from_config(config, **how))
     quantizer = AutoHfQuantizer.from_config(quantization_config(run), pre_quantized=False) if quantized else None
     if quantizer:
         quantizer.preprocess_model(model=model, device_map=device_map)

@@ -22,22 +22,15 @@ ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torc
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
-    """Refuse quantized weights and bitsandbytes' optimizers where bitsandbytes is missing.
+    """Refuse quantized weights where bitsandbytes is missing.
 
     Raises:
         BadInputError: with the command that installs it.
     """
-    if find_spec("bitsandbytes"):
-        return
-    if run.method.quantizes:
+    if run.method.quantizes and not find_spec("bitsandbytes"):
         raise BadInputError(
             f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
             "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
-        )
-    if any(part in run.optim for part in ("bnb", "paged", "8bit")):  # those of Transformers' that are bitsandbytes' own
-        raise BadInputError(
-            f"optim is {run.optim}, which is part of bitsandbytes, and that is not installed: "
-            "`pip install bitsandbytes`, or pass --optimizer adamw_torch_fused."
         )
 
 

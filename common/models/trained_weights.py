@@ -8,9 +8,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.base.errors import BadInputError
-from common.base.run_config import RunConfig
+from common.base.errors import BadInputError, closest
+from common.base.run_config import RunConfig, names_in
 from common.data.row_checks import say_once
+from common.data.rows import begin_of
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 
@@ -57,22 +58,56 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 
     `all-linear`, or a name such as `q_proj`, would also match layers of the vision tower.
     """
-    part, names = language_part(model), run.target_modules
+    part, takes_all = language_part(model), run.target_modules == "all-linear"
+    layers = layers_called(model, run.target_modules, with_head=not takes_all)
+    _refuse_tied(model, layers)
     if not part:
-        return names if names == "all-linear" else names.split(",")
-    linears = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if name.startswith(part) and is_projection(module)
-    }
-    chosen = sorted(linears) if names == "all-linear" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name.rpartition(".")[2] not in linears:
-            raise BadInputError(
-                f"target_modules has {name!r}, but no linear layer of {part[:-1]} is called so: choose some of "
-                f"{', '.join(sorted(linears))}."
-            )
+        return "all-linear" if takes_all else list(run.target_names)
+    chosen = sorted({name.rpartition(".")[2] for name in layers}) if takes_all else run.target_names
     return rf"{re.escape(part)}.*\.({'|'.join(map(re.escape, chosen))})"
+
+
+def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
+    """Return the linear layers of the given names, as `RunConfig.target_modules` says; `all-linear`: every one.
+
+    Of a model that sees these are those of its language part. A name matches as in PEFT: the whole name of a layer, or
+    its last parts. The head is only among them `with_head`.
+
+    Raises:
+        BadInputError: a name matches no linear layer; with the names that there are.
+    """
+    part, head = language_part(model), model.get_output_embeddings()
+    linears = {
+        name: module for name, module in model.named_modules()
+        if name.startswith(part) and is_projection(module) and (with_head or module is not head)
+    }  # fmt: skip
+    if target_modules == "all-linear":
+        return linears
+    targets = names_in(target_modules)
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linears):
+            known = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+            meant = closest(target, known)
+            raise BadInputError(
+                f"target_modules has {begin_of(target)!r}, but no linear layer{f' of {part[:-1]}' if part else ''} is "
+                f"called so: choose some of {', '.join(known)}{f' (did you mean {meant}?)' if meant else ''}."
+            )
+    endings = tuple(f".{target}" for target in targets)
+    return {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
+
+
+def _refuse_tied(model: PreTrainedModel, layers: dict[str, torch.nn.Module]) -> None:
+    """Refuse adapters on layers whose weights other modules have, too: merged, these would no longer be the same."""
+    owners: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(weight), []).append(name.removesuffix(".weight"))
+    for name, layer in layers.items():
+        others = [owner for owner in owners.get(id(getattr(layer, "weight", None)), []) if owner != name]
+        if others:
+            raise BadInputError(
+                f"target_modules has {name}, whose weights are also those of {', '.join(others)} (tied), and an "
+                f"adapter on one of them could not be merged: leave {name.rpartition('.')[2]} out."
+            )
 
 
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
@@ -82,7 +117,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     all.
 
     Raises:
-        BadInputError: the model has no module of such a name.
+        BadInputError: the model has no linear layer of such a name, or one whose weights another module has, too.
     """
     config = LoraConfig(
         task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
@@ -151,34 +186,21 @@ def _cast_without_autocast(inputs: torch.Tensor | None, dtype: torch.dtype) -> t
 
 
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
-    """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
+    """Freeze `model` except for its linear layers of the given names (`layers_called`), without the head; list them.
 
-    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. Of a model that sees these
-    are those of its language part. A name matches as in PEFT: the whole name of a layer, or its last parts.
+    `all`: every weight, also of embeddings, norms and head; of a model that sees those of its language part.
 
     Raises:
-        BadInputError: a name matches no linear layer; with the names that there are.
+        BadInputError: a name matches no linear layer.
     """
-    part, head = language_part(model), model.get_output_embeddings()
+    part = language_part(model)
     if target_modules == "all":
         model.requires_grad_(not part)
         if part:
             model.get_submodule(part[:-1]).requires_grad_(True)
-            head.requires_grad_(True)
+            model.get_output_embeddings().requires_grad_(True)
         return [name for name, weight in model.named_parameters() if weight.requires_grad]
-    linears = {
-        name: module for name, module in model.named_modules()
-        if name.startswith(part) and is_projection(module) and module is not head
-    }  # fmt: skip
-    if target_modules != "all-linear":
-        endings = tuple(f".{name}" for name in target_modules.split(","))
-        for ending in endings:
-            if not any(f".{name}".endswith(ending) for name in linears):
-                known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-                raise BadInputError(
-                    f"target_modules has {ending[1:]!r}, but no linear layer is called so: choose some of {known}."
-                )
-        linears = {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
+    linears = layers_called(model, target_modules)
     model.requires_grad_(False)
     for linear in linears.values():
         linear.requires_grad_(True)

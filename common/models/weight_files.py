@@ -88,7 +88,7 @@ def check_weight_files(
             f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and "
             "Transformers finds weights by no other name: pass a folder that save_pretrained wrote."
         )
-    if not stored or hasattr(config, "quantization_config"):  # the latter are stored under other names
+    if not stored:
         return
     model, loading = _as_loaded(stored, kind, config)
     needed = dict(model.named_parameters())
@@ -121,8 +121,8 @@ def check_readable_in_parts(run: RunConfig) -> None:
     reader = "AutoProcessor" if run.goal.sees else "AutoTokenizer"
     model = "AutoModel" if run.goal.classifies else run.goal.auto_class  # a classifier's head would start at random
     convert = (
-        f"import transformers as t; [kind.from_pretrained('{run.model}').save_pretrained('converted') "
-        f"for kind in (t.{model}, t.{reader})]"
+        f"import transformers as t; [kind.from_pretrained('{run.model}', trust_remote_code=False)"
+        f".save_pretrained('converted') for kind in (t.{model}, t.{reader})]"
     )
     raise BadInputError(
         f"The weights of {run.model} are pickled (.bin), which each rank would read whole, but parallel is "
@@ -219,6 +219,7 @@ def _as_loaded(
             device_map={"": "meta"},
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            trust_remote_code=False,
         )
 
 

@@ -4,7 +4,7 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -188,8 +188,8 @@ class Tower:
 def find_config(model: str, revision: str = "") -> Path:
     """Find the config.json of `model`: a file, a folder, a Hub id in the cache, or a name in assets/model_configs.
 
-    A Hub id is also found among these by its last part, with or without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is
-    qwen2.5-7b.
+    A Hub id that is not in the cache is found among these by its last part, with or without `-Instruct`:
+    Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
     With a `revision`, which may differ from what is published, only the cache is searched.
 
     Raises:
@@ -211,10 +211,10 @@ def find_config(model: str, revision: str = "") -> Path:
 def _places_of_config(model: str) -> Iterator[Path]:
     for place in _places_here(model):
         yield from (place, place / "config.json")
+    if _looks_like_id(model) and (cached := _cached_configs(model)):  # its own, whatever is here under its name
+        yield from (path for path in (_cached_config(model), *cached) if path)
     name = model.rpartition("/")[2].lower()
     yield from (MODEL_CONFIGS / f"{each}.json" for each in (name, name.removesuffix("-instruct")))
-    if _looks_like_id(model) and (cached := _cached_configs(model)):
-        yield from (path for path in (_cached_config(model), *cached) if path)
 
 
 def _find_revision(model: str, revision: str) -> Path:
@@ -300,7 +300,7 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
     """Return the architecture of `model`, as `find_config` finds it.
 
     Raises:
-        BadInputError: There is no such config, or it lacks a key.
+        BadInputError: There is no such config, it lacks a key, or its weights are stored quantized.
         UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
@@ -310,6 +310,7 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise BadInputError(f"{path.name} of {model} is not JSON ({error}): pass the config.json of a model.") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise BadInputError(f"{path.name} of {model} has no key model_type: pass the config.json of a model.")
+    refuse_quantized(model, config)
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise UnknownArchitectureError(
@@ -319,12 +320,53 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         if key in POSITIVE_KEYS and not (isinstance(value, int) and value > 0) and value is not None:
             raise BadInputError(f"{key} in {path.name} of {model} is {value!r}, but must be a whole number above 0.")
     name = path.parent.name if path.name == "config.json" else path.stem
+    if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
+        name = model.rpartition("/")[2]
     try:
         return FAMILIES[kind].read(name, config)
     except KeyError as missing:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+
+
+def refuse_quantized(model: str, config: dict[str, Any]) -> None:
+    """Refuse a model that is published in a quantized form, by its config.json.
+
+    Libraries load some of these forms, and train adapters beside them, but such a base cannot take a merge.
+
+    Raises:
+        BadInputError: with the method, and what to pass instead.
+    """
+    parts = (config, config.get("text_config"))
+    stored = next(filter(None, (part.get("quantization_config") for part in parts if isinstance(part, dict))), None)
+    if not stored:
+        return
+    facts = stored if isinstance(stored, dict) else {}
+    bits = facts.get("bits") or (4 if facts.get("load_in_4bit") else 8 if facts.get("load_in_8bit") else None)
+    method = f"{facts.get('quant_method', 'an unknown method')}{f', {bits} bits' if bits else ''}"
+    raise BadInputError(
+        f"The weights of {model} are stored quantized ({method}, by quantization_config in its config.json), and "
+        "adapters could not be merged into them, nor they be trained: pass --model with the model that it was made "
+        "from (its page on the Hub names that); --technique qlora (2.3) stores that one in 4 bits while it trains."
+    )
+
+
+def reach_of_positions(positions: int, rope: Any) -> int:
+    """Return how many tokens a model's positions reach: those of rotary embeddings may be stretched by a factor.
+
+    `rope`: what its config has as `rope_parameters`, or as `rope_scaling` in older ones; of some models one for each
+    kind of layer.
+    """
+    if not isinstance(rope, Mapping):
+        return positions
+    kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    stretched = [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
+        for kind in kinds
+        if kind.get("factor")
+    ]
+    return max([positions, *stretched])
 
 
 def usual_tiles(model: str, revision: str = "") -> int:
@@ -465,7 +507,9 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         kv_heads=kv_heads,
         head_dim=head_dim,
         vocab=config["vocab_size"],
-        max_length=config["max_position_embeddings"],
+        max_length=reach_of_positions(
+            config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
+        ),
         stacks=(Stack("decoder", config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=0,

@@ -20,10 +20,11 @@ def times_as_fast(record: dict[str, Any], gpu: Gpu) -> float | None:
     rank, planned = record["world"][0], record.get("planned")
     if not planned or not rank.get("samples"):
         return None
-    run, longest = RunConfig.of_record(record["config"]), planned["batch"]
-    length = max(1, round(rank["tokens"] / rank["samples"] / run.goal.sequences_per_row))
-    batch = BatchShape(longest["rows"], length, min(longest["labelled"], length), task=run.task)
+    longest = planned["batch"]
     try:
+        run = RunConfig.of_record(record["config"])
+        length = max(1, round(rank["tokens"] / rank["samples"] / run.goal.sequences_per_row))
+        batch = BatchShape(longest["rows"], length, min(longest["labelled"], length), task=run.task)
         architecture = architecture_of_run(run, batch)
         seconds = computing_time(architecture, job_of_run(run, batch), whole_model(architecture), gpu).total_s
     except BadInputError:

@@ -26,7 +26,7 @@ EAGER_SCORE_BYTES = 4
 # of `nvidia-smi` (`published_memory.CALIBRATION`)
 RANKS_GIB = 2.0
 # resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
-# Transformers, PEFT, judge and rows; measured once, on one machine
+# Transformers, PEFT, judge and rows; measured once, on one machine, for a process that is not there to be measured
 CPU_PROCESS_GIB = 0.62
 # with pictures more: Pillow, the image processor, and the pictures as they are stored (the records of 3.3, in which a
 # process took 0.73 to 0.76)
@@ -35,6 +35,9 @@ CPU_PICTURES_GIB = 0.13
 # batch (three runs of 3.4 with 4 steps took 0.73 to 0.77; one with MALLOC_MMAP_THRESHOLD_=262144, which gives them
 # back, 0.62). TRL and what it imports take 0.005, the figure's matplotlib 0.02
 CPU_PAIRS_GIB = 0.12
+# where the process was measured before its model loaded, what it comes to hold besides tensors: the judge, libraries
+# that load late, freed blocks (0.05 without a judge, 0.08 to 0.09 with one, with pairs of answers 0.13)
+CPU_LATER_GIB = 0.1
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
 # beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
@@ -45,9 +48,14 @@ SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """Return what a GPU needs besides the step's tensors."""
     if gpu.name == CPU_DEVICE:
-        process = Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)
-        pictures = Term("overhead", "process: what opens pictures, and these", "measured", CPU_PICTURES_GIB * GIB)
-        pairs = Term("overhead", "process: freed blocks that it keeps", "measured", CPU_PAIRS_GIB * GIB)
+        what = "process: Python, PyTorch, libraries, data"
+        if gpu.process_gib:
+            return [Term("overhead", what, "measured", (gpu.process_gib + CPU_LATER_GIB) * GIB)]
+        process = Term("overhead", what, "measured elsewhere", CPU_PROCESS_GIB * GIB)
+        pictures = Term(
+            "overhead", "process: what opens pictures, and these", "measured elsewhere", CPU_PICTURES_GIB * GIB
+        )
+        pairs = Term("overhead", "process: freed blocks that it keeps", "measured elsewhere", CPU_PAIRS_GIB * GIB)
         return where((True, process), (job.batch.tiles, pictures), (job.batch.goal.compares, pairs))
     workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
     passing = passing_bytes(memory)

@@ -8,7 +8,7 @@ from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
-Quantization = Literal["nf4", "nf4-double", "int8"]
+Quantization = Literal["nf4", "nf4-double"]
 Kernels = Literal["plain", "fused", "compiled"]
 
 # bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)
@@ -29,12 +29,11 @@ ALL_LINEAR = ("all-linear",)
 QUANTIZED_BYTES = {
     "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
     "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
-    "int8": 1,
 }
 # of these, the numbers themselves: the rest are their blocks' scales
-QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8, "int8": 1}
+QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8}
 # of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean
-LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4, "int8": 0}
+LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4}
 WHY_NOT_QUANTIZED_FULL = (
     "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
     "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "

@@ -1,6 +1,7 @@
 """Plans of runs: memory, time and cost with every technique and parallelism; all numbers are projected."""
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.torchrun import nodes_command
 from common.hardware.devices import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.device_maps import (
@@ -842,7 +844,8 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
 
     A parallelism that one device cannot have gives way to the folder of its technique for one device.
     """
-    start = f"torchrun --nproc_per_node {devices}" if devices > 1 and not run.parallelism.layers_in_turn else "python"
+    has_ranks = devices > 1 and not run.parallelism.layers_in_turn
+    start = shlex.join(nodes_command(1, devices)) if has_ranks else "python"
     try:
         alone = " --nodes 1" if run.nodes > 1 else ""
         fewer = replace(run, devices=devices, nodes=1, link="")

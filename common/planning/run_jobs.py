@@ -56,7 +56,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         gradient_checkpointing=run.gradient_checkpointing,
         kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
-        target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
+        target_modules=targets.get(run.target_modules, run.target_names),
         # TRL's trainer switches dropout off: policy and reference are to differ by what was learnt alone
         lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.compares else 0.0,
         micro_batches=run.micro_batches,

@@ -34,6 +34,7 @@ from common.planning.step_speed import (
     products_per_s,
     step_flops,
 )
+from common.records.schema import is_registered
 
 # what Adam's pass reads and writes of each trained weight, in numbers: weight, gradient and two states, three of them
 # written again; and clipping, which reads gradients twice and writes them. PyTorch's kernels for lists of tensors
@@ -215,14 +216,14 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
         is_other = config.get("task", "chat") != task  # older records know one task only
-        if record["status"] != "completed" or is_other or len(record["world"]) > 1:
+        if record["status"] != "completed" or is_other or not is_registered(record) or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         if config["device"] == "cpu":
             flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
             reached.setdefault(CPU_DEVICE, []).append(flops_per_s * _times_counted(record))
         elif record["steps"] < MIN_CALIBRATION_STEPS:
             continue
-        elif (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
+        elif devices and (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
             reached.setdefault(gpu.name, []).append(times)
     return reached
 

@@ -6,12 +6,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
+from common.base.inert import one_line
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
@@ -20,9 +22,10 @@ from common.hardware import devices
 
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
+MOST_BYTES = 32 * 2**20
+AGAIN = "repeat the run, or move the file away."
 KEPT, STUDY = "*/run_*/records", "docs/records"
 """Folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py."""
-PREVIOUS, UNFINISHED = ".previous", ".unfinished"
 PLACES = ("model", "data", "device_map", "resume_from_checkpoint")  # settings that may be paths of this machine
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
@@ -67,12 +70,22 @@ def fit_to_be_kept(record: Record) -> Record:
     """Return a record without paths of this machine in its settings and its command."""
     config = without_paths(record["config"])
     short = {value: config[name] for name, value in record["config"].items() if value != config[name]}
-    words = [short.get(word, word) for word in shlex.split(record["command"])]
+    words = [short.get(word, word) for word in words_of_command(record)]
     if "--results_root" in words:
         place = words.index("--results_root")
         del words[place : place + 2]
     command = record["command"] if config == record["config"] else shlex.join(words)
     return {**record, "config": config, "command": command}
+
+
+def words_of_command(record: Record) -> list[str]:
+    """Return the command of a record, word by word.
+
+    Raises:
+        BadInputError: a quote in it is not closed.
+    """
+    with reading(f"The command of the record of {record['run_name']}", AGAIN.capitalize()):
+        return shlex.split(record["command"])
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
@@ -119,33 +132,84 @@ def ask_git(*arguments: str) -> str | None:
 def write_json(data: dict[str, Any], path: Path) -> None:
     """Write `data` without secrets in place of what is at `path`; a reader finds either of them whole."""
     written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
-    written.write_text(without_secrets(json.dumps(data, indent=2)) + "\n", encoding="utf-8")
+    written.write_text(json.dumps(without_secrets(data), indent=2) + "\n", encoding="utf-8")
     written.replace(path)
 
 
 def load_record(path: Path) -> Record:
-    """Read a record.
+    """Read a record. Its values have the types of `common.records.schema`; of a run that failed some are not there.
 
     Raises:
-        BadInputError: The file is no record, or has a schema that this code does not know.
+        BadInputError: The file is no record, has a value that nobody can read, or a schema that this code does not
+            know.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path} is no record ({error}): run `make run` first, then `make record`.") from None
+    from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
+
+    record = _parsed(path)
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
-        raise BadInputError(f"{path} has schema version {found}, but this code reads {SCHEMA_VERSION}: run it again.")
-    return {
-        **record,
-        "config": with_new_names(record["config"]),
-        "command": command_with_new_names(record["command"]),
-    }
+        raise BadInputError(f"{path} has schema version {found!r:.60}, but this code reads {SCHEMA_VERSION}: {AGAIN}")
+    config, command = record.get("config"), record.get("command")
+    record |= {"config": with_new_names(config)} if isinstance(config, dict) else {}
+    if wrong := wrong_in(record):
+        raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
+    return {**record, "command": command_with_new_names(command)}
+
+
+def _parsed(path: Path) -> object:
+    if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise BadInputError(f"{path} is no record ({found}): run `make run` first, then `make record`.")
+    with reading(f"The record {path}", AGAIN.capitalize()):
+        size = path.stat().st_size
+        text = path.read_text(encoding="utf-8") if size <= MOST_BYTES else ""
+    if not text and size:
+        raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
+    with reading(f"The record {path}", AGAIN.capitalize()):
+        return json.loads(text)
+
+
+def load_whole_record(path: Path) -> Record:
+    """Read a record that has all figures of a run of its task, if the run completed.
+
+    Raises:
+        BadInputError: as `load_record`, or something is missing.
+    """
+    from common.records.schema import missing_from  # here: as in `load_record`
+
+    record = load_record(path)
+    if missing := missing_from(record):
+        raise BadInputError(f"{path} is of a completed run, but lacks {missing}: {AGAIN}")
+    return record
+
+
+def records_in(files: Iterable[Path]) -> Iterator[tuple[Path, Record]]:
+    """Yield the whole records among some files, one by one, each with its file.
+
+    A file that is none is named on stderr, once, and passed over: one bad record does not hide the others.
+    """
+    for file in files:
+        try:
+            record = load_whole_record(file)
+        except BadInputError as error:
+            _say_left_out(str(error))
+        else:
+            yield file, record
+
+
+@cache
+def _say_left_out(why: str) -> None:
+    print(f"left out: {one_line(why)}", file=sys.stderr)
+
+
+def kept_files(folders: str = KEPT) -> list[Path]:
+    """Return the files of the records that were kept in `folders`, a pattern, in the order of folders and names."""
+    return sorted(REPOSITORY.glob(f"{folders}/*.json"))
 
 
 def kept_records(folders: str = KEPT) -> list[Record]:
     """Return every record that was kept in `folders`, a pattern, in the order of folders and names."""
-    return [load_record(path) for path in sorted(REPOSITORY.glob(f"{folders}/*.json"))]
+    return [record for _, record in records_in(kept_files(folders))]
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:
@@ -172,7 +236,7 @@ def keep_record(results_folder: Path, records: Path | None = None) -> Path:
     kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():
-        print(f"replaces the record of {load_record(kept)['started_at']}")
+        print(f"replaces the earlier {kept.name}")
     as_written = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
     write_json(fit_to_be_kept(as_written), kept)
     return kept

@@ -126,12 +126,16 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
         "Seeds": str(len(runs)),
         "Best accuracy": over_seeds([run["best_accuracy"] for run in runs], "{:.4f}"),
         "Training's peak memory per device (GiB)": " / ".join(
-            f"{entry['peak_training_gib']:.2f}" for entry in first["memory"]  # evaluation afterwards needs more
+            _gib(entry.get("peak_training_gib")) for entry in first["memory"]  # evaluation afterwards needs more
         ),
         "Training time": training_time(first),
         "Speed-up": speedup_over_one_device(first, records),
         "Idle share per stage": idle_shares(first),
     }  # fmt: skip
+
+
+def _gib(peak: float | None) -> str:
+    return NOT_RUN if peak is None else f"{peak:.2f}"
 
 
 def _details(record: Record) -> Row:

@@ -1,9 +1,10 @@
 """Runs side by side: in which settings they differ, how good, fast and large they are, and their losses by step."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -11,19 +12,23 @@ from typing import Any
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig, not_meant_for
-from common.records.store import RECORD_NAME, Record, load_record
+from common.base.run_config import DEFAULTS, idle_settings
+from common.records.schema import is_registered
+from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.rows import (
     NO_BASELINE,
     OFF,
     Metric,
     called,
     clock,
+    first_device,
     metrics_of,
     model_of,
     result_files,
+    results_folders,
     step_s,
     task_of,
 )
@@ -144,7 +149,7 @@ class Comparison:
             self.line("data", lambda run: run["config"]["data"]),
             self.line("number of test questions", lambda run: _questions(run)),
             self.line("model", model_of),
-            self.line("machine", lambda run: run["environment"]["devices"][0]),
+            self.line("machine", first_device),
             self.line("threads of a device", lambda run: run["environment"]["threads_per_rank"]),
             self.line("seed", lambda run: run["config"]["seed"]),
         )
@@ -157,15 +162,9 @@ def settings_of(run: Record) -> dict[str, Any]:
 
     Those that a record is too old for were at their defaults.
     """
-    meant = {**RunConfig().to_dict(), **run["config"], **dict.fromkeys(_meaningless(run))}
-    return {name: meant[name] for name in RunConfig().to_dict() if name not in NAMES}
-
-
-def _meaningless(run: Record) -> Iterable[str]:
-    try:
-        return not_meant_for(RunConfig.of_record(run["config"]))
-    except BadInputError:  # of a technique or parallelism that is not registered here
-        return ()
+    config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMES}
+    idle = idle_settings(config) if is_registered(run) else ()
+    return {name: None if name in idle else value for name, value in config.items()}
 
 
 def _if_there(value_of: Callable[[Record], Any], run: Record) -> Any:
@@ -202,18 +201,21 @@ def _questions(run: Record) -> int | None:
 # -- which runs
 
 
-def found_runs(names: Sequence[str]) -> dict[Path, Record]:
+def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[Path, Record]:
     """Return the runs that `names` name, in their order, each with the file of its record.
 
     A name is a results folder, a folder with several, the file of a record, the name of a run or of a run folder on
-    this machine, or a pattern of these; of a run that is not here any more its kept record.
+    this machine, or a pattern of these; of a run that is not here any more its kept record. A record that cannot be
+    read is passed over, as `records_in` says.
 
     Raises:
         BadInputError: nothing has such a name, or there are fewer than two runs.
     """
     found: dict[Path, Record] = {}
+    known = cache(partial(_known_records, results_root))  # read once, and only where a name is none of a place
     for name in names:
-        found |= _records_at(Path(name).expanduser()) or _records_called(name)
+        files = _files_at(Path(name).expanduser())
+        found |= dict(records_in(files)) if files else _called(known(), name)
     if len(found) < 2:
         raise BadInputError(
             f"{len(found)} run is named ({', '.join(names)}), but two or more are compared: name another, or a pattern "
@@ -222,21 +224,29 @@ def found_runs(names: Sequence[str]) -> dict[Path, Record]:
     return found
 
 
-def _records_at(path: Path) -> dict[Path, Record]:
+def _files_at(path: Path) -> list[Path]:
     if path.is_file():
-        return {path: load_record(path)}
+        return [path]
     own = path / RECORD_NAME
-    files = [own] if own.is_file() else result_files(path)
-    return {file: load_record(file) for file in files}
+    return [own] if os.path.lexists(own) else result_files(path)
 
 
-def _records_called(name: str) -> dict[Path, Record]:
-    here = {file: load_record(file) for file in result_files(*REPOSITORY.glob("*/run_*/results"))}
-    there = {(run["run_folder"], run["run_name"]) for run in here.values()}
-    kept = {file: load_record(file) for file in sorted(REPOSITORY.glob("*/run_*/records/*.json"))}
-    here |= {file: run for file, run in kept.items() if (run["run_folder"], run["run_name"]) not in there}
-    chosen = called(list(here.values()), [name])
-    return {file: run for file, run in here.items() if any(run is each for each in chosen)}
+def _known_records(results_root: Path | None) -> dict[Path, Record]:
+    """Return the last run of each name on this machine, and the kept records of those that are not here any more.
+
+    Runs of the run folders, or those that `--results_root` was passed to.
+    """
+    folders = [results_root.expanduser() / "results"] if results_root else results_folders()
+    here = dict(records_in(result_files(*folders)))
+    names = {(run["run_folder"], run["run_name"]) for run in here.values()}
+    return here | {
+        file: run for file, run in records_in(kept_files()) if (run["run_folder"], run["run_name"]) not in names
+    }
+
+
+def _called(known: dict[Path, Record], name: str) -> dict[Path, Record]:
+    chosen = {id(run) for run in called(list(known.values()), [name])}
+    return {file: run for file, run in known.items() if id(run) in chosen}
 
 
 def labels_of(runs: Sequence[Record]) -> list[str]:
@@ -281,8 +291,10 @@ def json_of(comparison: Comparison, picture: Path) -> str:
 
 def default_picture(file: Path, run: Record) -> Path:
     """Return where the picture goes: beside a run's record, of a kept one into its run folder's results."""
-    beside = file.parent if file.name == RECORD_NAME else REPOSITORY / run["run_folder"] / "results"
-    return beside / PICTURE_NAME
+    of_run = (REPOSITORY / run["run_folder"]).resolve()
+    # a record alone decides about no place
+    is_kept = file.name != RECORD_NAME and of_run.is_relative_to(REPOSITORY) and any(of_run.glob("my_workflow_*.py"))
+    return (of_run / "results" if is_kept else file.parent) / PICTURE_NAME
 
 
 @refused_in_one_sentence()
@@ -295,15 +307,21 @@ def main() -> None:
         "pattern): two runs or more",
     )  # fmt: skip
     parser.add_argument(
+        "--results_root", "--results-root", type=Path, metavar="FOLDER",
+        help="where runs of these names were told to write, in place of the run folders",
+    )  # fmt: skip
+    parser.add_argument(
         "--picture", type=Path, help=f"where the curves go; without it, {PICTURE_NAME} beside the first run"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with the curves' points")
     options = parser.parse_args()
-    found = found_runs(options.runs)
+    found = found_runs(options.runs, options.results_root)
     comparison = Comparison(list(found.values()), labels_of(list(found.values())))
+    if options.picture and os.path.lexists(options.picture):
+        raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
     write_picture(comparison, picture)
-    print((json_of if options.json else text_of)(comparison, picture))
+    print(printable((json_of if options.json else text_of)(comparison, picture)))
 
 
 def write_picture(comparison: Comparison, picture: Path) -> None:

@@ -40,6 +40,7 @@ from common.reporting.rows import (
     clock_seconds,
     completed,
     data_parallel_ranks,
+    is_comparable,
     kind_name,
     kind_of,
     over_seeds,
@@ -197,7 +198,7 @@ OWN = ("model", "weights", "link")
 
 def _needed_before(run: RunConfig, records: list[Record]) -> Row:
     """Return the memory of the process and the minutes of the usual kept run."""
-    own = [record for record in records if record["run_folder"] == run.run_folder]
+    own = [record for record in records if is_comparable(record) and record["run_folder"] == run.run_folder]
     runs = _usual_runs([record for record in own if _is_as_usual(record, run)], "")
     if not runs:
         return dict.fromkeys(("Figures", GIB_PER_DEVICE, "Minutes"), NOT_RUN)

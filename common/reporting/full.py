@@ -25,6 +25,7 @@ from common.reporting.rows import (
     LORA,
     LORA_PP,
     MEMORY,
+    NOT_RUN,
     PROJECTED,
     PROJECTED_LENGTH,
     SCHEDULES,
@@ -264,14 +265,14 @@ def sharding_held(records: list[Record]) -> Iterator[Row]:
 def sharding_traffic(records: list[Record]) -> Iterator[Row]:
     """Return the table of 2.6: bytes that a rank sends in a step, counted call by call, beside the formula."""
     for record in _looked_into(records, "sent"):
-        counted, formula = record["sent"]["bytes"], record["planned"]["sent_bytes"]
+        counted, formula = record["sent"]["bytes"], (record["planned"] or {}).get("sent_bytes")
         yield {
             "Approach": kind_name(*kind_of(record)),
             "Model": model_of(record),
             "Ranks": str(len(record["world"])),
             "Sent per rank and step (MiB), counted": f"{counted / MIB:.3f}",
-            "By the formula": f"{formula / MIB:.3f}",
-            "Difference": f"{counted / formula - 1:+.1%}",
+            "By the formula": f"{formula / MIB:.3f}" if formula else NOT_RUN,
+            "Difference": f"{counted / formula - 1:+.1%}" if formula else NOT_RUN,
             "Whole tensors, by collective (MiB)": ", ".join(
                 f"{name.strip('_')} {size / MIB:.2f}"
                 for name, size in record["sent"]["by_collective"].items()

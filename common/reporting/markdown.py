@@ -7,6 +7,8 @@ from textwrap import fill
 
 import pandas as pd
 
+from common.base.inert import markdown_cell
+
 WIDEST = 120
 """Characters of a line."""
 NUMBER = "No."
@@ -61,6 +63,7 @@ def _folded(parts: Sequence[str]) -> str:
 
 
 def _as_table(table: pd.DataFrame) -> str:
+    table = table.map(markdown_cell).rename(columns=markdown_cell)
     return table.to_markdown(index=False, disable_numparse=True) + "\n"
 
 

@@ -58,6 +58,7 @@ FAULTS = {
     32: "a model folder with code of its own",
     33: "a run name that points outside of the results folder",
     34: "an error message with a secret token in it",
+    35: "resuming with another setting, row or model",
 }
 FAULT_FIGURES = {
     "Noticed": ("noticed_s", "{:.1f}"),
@@ -83,7 +84,7 @@ ELSEWHERE = (
     {
         "fault": 13,
         "technique": "machines",
-        "outcome": "on one machine launchers choose another port; torchrun on several waits for who listens there",
+        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for who listens there",
         "test": "docs/several_machines.md",
     },
     {

@@ -1,20 +1,34 @@
 """The results page: one HTML file of all runs, which needs no network and no server."""
 
-import json
+import base64
+import hashlib
 import os
+import re
 import sys
 import webbrowser
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import vl_convert
 
+from common.base.inert import json_in_html
 from common.base.paths import REPOSITORY
-from common.records.store import Record, kept_records
+from common.records.store import Record, kept_files, records_in
 from common.reporting.page_charts import charts
-from common.reporting.page_runs import COLUMNS, label_of, losses_of, planned_and_measured, values_of
-from common.reporting.rows import results_of_this_machine
+from common.reporting.page_runs import (
+    COLUMNS,
+    USUAL,
+    MemoryPoints,
+    Values,
+    divided,
+    label_of,
+    planned_and_measured,
+)
+from common.reporting.rows import is_comparable, result_files, results_folders
 
 PAGE = REPOSITORY / "docs" / "results.html"
 """The page of the kept records."""
@@ -22,39 +36,128 @@ OWN_PAGE = REPOSITORY / "results.html"
 """The page of the kept records and of this machine's runs."""
 CHOSEN_AT_FIRST = ("2.1 python-batch16-seed42", "2.4 python-batch16-seed42")
 HERE = Path(__file__).parent
+RUNS_TOGETHER = 100
+"""Runs whose details are loaded at once."""
+MOST_BYTES_WITHIN = 2_000_000
+"""Of details that stand in the page itself; where there are more, they stand in files beside it."""
+DETAILS_FOLDER = "results_details"
+PLACE = re.compile("@@([A-Z]+)@@")
+
+
+@dataclass
+class _Texts:
+    """The texts of a page's data, each of them once."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def table(self, rows: list[Values]) -> dict[str, Any]:
+        """Return rows as lists of their values without the keys; a text is a list with its number."""
+        keys = list(rows[0]) if rows else []
+        return {"keys": keys, "rows": [[self._value(row[key]) for key in keys] for row in rows]}
+
+    def _value(self, value: object) -> object:
+        return [self.numbers.setdefault(value, len(self.numbers))] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is kept of a record while a page is made: of 10,000 the whole ones would take a gigabyte."""
+
+    values: Values
+    details: str
+    peaks: list[tuple[str, str, float, float]]
+    started_at: str
+
+
+def _run_of(record: Record) -> _Run:
+    values, details = divided(record)
+    return _Run(values, json_in_html(details), list(planned_and_measured(record)), record["started_at"])
+
+
+def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
+    return {label_of(record): _run_of(record) for record in records if is_comparable(record)}
 
 
 def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
     """Return the page of all completed runs; one of this machine stands for the kept record of the same run."""
-    own_runs = {label_of(record): record for record in own if record["status"] == "completed"}
-    by_label = {label_of(record): record for record in kept if record["status"] == "completed"} | own_runs
-    records = [by_label[label] for label in sorted(by_label)]
-    runs = [values_of(record) for record in records]
-    newest = sorted(own_runs, key=lambda label: own_runs[label]["started_at"])
-    chosen = newest[-2:] or [label for label in CHOSEN_AT_FIRST if label in by_label]
-    losses = [loss for record in records for loss in losses_of(record)]
-    memory = list(planned_and_measured(records))
+    return page_and_details(kept, own)[0]
+
+
+def page_and_details(kept: Iterable[Record], own: Iterable[Record] = ()) -> tuple[str, list[str]]:
+    """Return the page, and the scripts with the runs' details that stand beside it; few runs need none.
+
+    The records are read one by one.
+    """
+    own_runs = _by_label(own)
+    by_label = _by_label(kept) | own_runs
+    runs = [by_label[label] for label in sorted(by_label)]
+    newest = sorted(own_runs, key=lambda label: own_runs[label].started_at)
+    values = [run.values for run in runs]
+    details = [
+        f"[{','.join(run.details for run in runs[first : first + RUNS_TOGETHER])}]"
+        for first in range(0, len(runs), RUNS_TOGETHER)
+    ]
+    is_within = sum(map(len, details)) <= MOST_BYTES_WITHIN
+    memory, texts = MemoryPoints(), _Texts()
+    for peak in chain.from_iterable(run.peaks for run in runs):
+        memory.add(*peak)
     data = {
         "columns": [asdict(column) for column in COLUMNS],
-        "runs": runs,
-        "charts": charts(runs, losses, memory, chosen),
-        "chosen": chosen,
+        "runs": texts.table(values),
+        "memory": texts.table(list(memory.points.values())),
+        "texts": list(texts.numbers),
+        "charts": charts(values, memory.ends()),
+        "chosen": newest[-2:] or [label for label in CHOSEN_AT_FIRST if label in by_label],
+        "usual": USUAL,
+        "together": RUNS_TOGETHER,
+        "folder": DETAILS_FOLDER,
     }
+    within = f',"details":[{",".join(details)}]' if is_within else ""
+    text = _filled(json_in_html(data)[:-1] + within + "}", has_own=bool(own_runs))
+    return text, [] if is_within else [f"details({number},{each});\n" for number, each in enumerate(details)]
+
+
+def _filled(data: str, has_own: bool) -> str:
+    """Return the template with everything in its place; only its two scripts run, and what these load."""
+    library = _library()
+    script = (HERE / "page.js").read_text(encoding="utf-8")
     parts = {
-        "@@WHERE@@": ", or is the newest of its name on this machine" if own_runs else "",
-        "@@LIBRARY@@": vl_convert.javascript_bundle(),
-        "@@SCRIPT@@": (HERE / "page.js").read_text(encoding="utf-8"),
-        "@@DATA@@": json.dumps(data, allow_nan=False).replace("</", "<\\/"),  # else a text could end the element
+        "WHERE": ", or is the newest of its name on this machine" if has_own else "",
+        "SCRIPTS": " ".join(f"'sha256-{_digest(each)}'" for each in (library, script)),
+        "LIBRARY": library,
+        "DATA": data,
+        "SCRIPT": script,
     }
-    page = (HERE / "page.html").read_text(encoding="utf-8")
-    for place, content in parts.items():
-        page = page.replace(place, content)
-    return page
+    # in one pass, so that no record's text is taken for a place
+    return PLACE.sub(lambda place: parts[place[1]], (HERE / "page.html").read_text(encoding="utf-8"))
+
+
+@cache
+def _library() -> str:
+    """Return Vega, Vega-Lite and Vega-Embed, with the ends of lines of which a browser takes the digest."""
+    return vl_convert.javascript_bundle().replace("\r\n", "\n")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> None:
+    text, details = page_and_details(kept, own)
+    page.write_text(text, encoding="utf-8")
+    folder = page.with_name(DETAILS_FOLDER)
+    for number, script in enumerate(details):
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number}.js").write_text(script, encoding="utf-8")
+
+
+def _each(files: Iterable[Path]) -> Iterable[Record]:
+    return (record for _, record in records_in(files))
 
 
 def write_page() -> Path:
     """Write the page of the kept records, and return its path."""
-    PAGE.write_text(page_of(kept_records()), encoding="utf-8")
+    _write(PAGE, _each(kept_files()))
     return PAGE.relative_to(REPOSITORY)
 
 
@@ -63,7 +166,7 @@ def open_page() -> str:
 
     Without a screen a browser for terminals would open, which shows none of it.
     """
-    OWN_PAGE.write_text(page_of(kept_records(), results_of_this_machine()), encoding="utf-8")
+    _write(OWN_PAGE, _each(kept_files()), _each(result_files(*results_folders())))
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     is_open = has_screen and webbrowser.open(OWN_PAGE.as_uri())
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"

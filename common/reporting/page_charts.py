@@ -1,25 +1,29 @@
-"""The charts of the results page, as Vega-Lite specifications that Altair writes."""
+"""The charts of the results page, as Vega-Lite specifications that Altair writes; the page gives them their data."""
 
+from collections import Counter
 from typing import Any
 
 import altair as alt
 
 from common.planning.phases import PHASES
-from common.reporting.page_runs import Values, comparable, group_of, pareto_front
+from common.reporting.page_runs import Values, comparable, pareto_front
 
-CHOSEN = "chosen"
-"""The parameter by which the page tells the curves which runs are chosen."""
 POINT_SIZE, HEIGHT = 90, 300
 COSTS = {"minutes": "Training (minutes)", "peak_gib": "Tensors in training (GiB)"}
+RUNS, LOSSES, MEMORY = (alt.NamedData(name=name) for name in ("runs", "losses", "memory"))
+"""What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak."""
 
 
-def charts(runs: list[Values], losses: list[Values], memory: list[Values], chosen: list[str]) -> dict[str, Any]:
-    """Return each chart's specification by the place where it stands on the page."""
+def charts(runs: list[Values], memory_gib: tuple[float, float]) -> dict[str, Any]:
+    """Return each chart's specification by the place where it stands on the page.
+
+    `memory_gib`: the lowest and the highest peak.
+    """
     by_place = {
         "quality-time": quality_against(runs, "minutes"),
         "quality-memory": quality_against(runs, "peak_gib"),
-        "losses": loss_curves(losses, chosen),
-        "memory": planned_against_measured(memory),
+        "losses": loss_curves(),
+        "memory": planned_against_measured(*memory_gib),
     }
     return {place: _sized(chart).to_dict() for place, chart in by_place.items()}
 
@@ -32,14 +36,13 @@ def _sized(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
 
 def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     """Return the runs of the chosen group by cost and quality, with the front that no other run beats."""
-    shown = [{**run, "group": group_of(run)} for run in comparable(runs, cost)]
-    points = [{name: value for name, value in run.items() if name not in ("settings", "command")} for run in shown]
-    groups = sorted({run["group"] for run in points}, key=lambda group: -sum(run["group"] == group for run in points))
+    groups = [group for group, _ in sorted(Counter(run["group"] for run in comparable(runs, cost)).items(),
+                                           key=lambda counted: (-counted[1], counted[0]))]  # fmt: skip
     choice = alt.binding_select(options=groups, name="Runs of ")
     group = alt.param(name="group", value=groups[0] if groups else "", bind=choice)
     in_group = alt.datum.group == group
     dots = (
-        alt.Chart(alt.Data(values=points))
+        alt.Chart(RUNS)
         .mark_point(filled=True, size=POINT_SIZE, opacity=0.8)
         .encode(
             x=alt.X(f"{cost}:Q", title=COSTS[cost], scale=alt.Scale(zero=False)),
@@ -51,6 +54,7 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
             ],
         )
         .transform_filter(in_group)
+        .transform_filter(f"datum.{cost} > 0 && datum.quality !== null && !datum.is_trial")  # as `comparable`
     )
     front = (
         alt.Chart(alt.Data(values=pareto_front(runs, cost)))
@@ -61,11 +65,10 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     return (front + dots).add_params(group)
 
 
-def loss_curves(losses: list[Values], chosen: list[str]) -> alt.Chart:
+def loss_curves() -> alt.Chart:
     """Return the losses of the chosen runs, laid over each other."""
-    runs = alt.param(name=CHOSEN, value=chosen)
     return (
-        alt.Chart(alt.Data(values=losses))
+        alt.Chart(LOSSES)
         .mark_line(point=alt.OverlayMarkDef(size=20))
         .encode(
             x=alt.X("step:Q", title="Optimizer step"),
@@ -76,23 +79,20 @@ def loss_curves(losses: list[Values], chosen: list[str]) -> alt.Chart:
             ),
             tooltip=["run:N", "loss of:N", "step:Q", "loss:Q"],
         )
-        .add_params(runs)
-        .transform_filter(f"indexof({CHOSEN}, datum.run) >= 0")
     )
 
 
-def planned_against_measured(memory: list[Values]) -> alt.LayerChart:
+def planned_against_measured(least_gib: float, most_gib: float) -> alt.LayerChart:
     """Return each phase of each device by its planned and measured peak, with the line where both are the same."""
-    every = [peak for each in memory for peak in (each["planned"], each["measured"])] or [1.0]
-    ends = [{"planned": end, "measured": end} for end in (min(every), max(every))]
-    scale = alt.Scale(type="log", domain=[min(every), max(every)])
+    ends = [{"planned": end, "measured": end} for end in (least_gib, most_gib)]
+    scale = alt.Scale(type="log", domain=[least_gib, most_gib])
     line = alt.Chart(alt.Data(values=ends)).mark_line(color="gray", strokeDash=[4, 3])
     dots = (
-        alt.Chart(alt.Data(values=memory))
+        alt.Chart(MEMORY)
         .mark_point(size=POINT_SIZE / 2)
         .encode(
             color=alt.Color("phase:N", title=None, sort=list(PHASES), legend=alt.Legend(orient="top", columns=4)),
-            tooltip=["run:N", "phase:N", "planned:Q", "measured:Q"],
+            tooltip=["run:N", "phase:N", "planned:Q", "measured:Q", "peaks:Q"],
         )
     )
     return (line + dots).encode(

@@ -1,20 +1,28 @@
 """What the results page says of each run: plain values, for its table and its charts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
-from common.reporting.compare import settings_of
+from common.reporting.compare import NAMES, settings_of
 from common.reporting.memory import compared_by_phase
 from common.reporting.rows import device_of, metrics_of, model_of, task_of
 
-GIB_DIGITS, QUALITY_DIGITS = 4, 4
+GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
+LEAST_GIB = 1e-5  # a logarithmic scale has no zero
+MOST_POINTS = 500
+"""Of a curve: a chart has hardly more columns."""
+PLACES_PER_E_FOLD = 50
+"""Places that the chart of memory tells apart: two pixels each, and a point is seven wide."""
+USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMES}
+"""The settings of a run that asks for nothing, as they are shown."""
 
 Values = dict[str, Any]
 
@@ -95,9 +103,13 @@ def _quality(record: Record) -> tuple[str | None, float | None, float | None]:
     before, after = record["quality"].get("before") or {}, record["quality"]["after"]
     for metric in metrics_of(record):
         if metric.direction == "higher" and after.get(metric.name) is not None:
-            found = before.get(metric.name), after[metric.name]
-            return metric.label, *(value if value is None else round(value, QUALITY_DIGITS) for value in found)
+            return metric.label, *(_rounded(scores.get(metric.name)) for scores in (before, after))
     return None, None, None
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a value for the page; JSON has no number that is not finite."""
+    return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
 def _tensors_gib(record: Record) -> float | None:
@@ -107,21 +119,51 @@ def _tensors_gib(record: Record) -> float | None:
     return round(max(known), GIB_DIGITS) if known else None
 
 
-def losses_of(record: Record) -> Iterable[Values]:
-    """Yield every logged loss of a run."""
-    for kind, name in (("training", "training_losses"), ("validation", "validation_losses")):
-        for step, loss in record[name]:
-            if not math.isfinite(loss):
-                continue  # JSON has no such number
-            yield {"run": label_of(record), "loss of": kind, "step": step, "loss": round(loss, 5)}
+def divided(record: Record) -> tuple[Values, Values]:
+    """Return what the table and the charts show of a run, and what is loaded once it is chosen.
+
+    The latter has the losses, too, and of the settings those that differ from the usual: None means nothing for the
+    run.
+    """
+    values = values_of(record)
+    settings = values.pop("settings")
+    details = {
+        **{name: values.pop(name) for name in ("command", "gallery")},
+        "settings": {name: settings.get(name) for name, usual in USUAL.items() if settings.get(name) != usual},
+        "losses": {kind: _curve(record[f"{kind}_losses"]) for kind in ("training", "validation")},
+    }
+    return {**values, "group": group_of(values)}, details
 
 
-def planned_and_measured(records: list[Record]) -> Iterable[Values]:
-    """Yield each phase of each device, as planned and as measured."""
-    for phase, compared in compared_by_phase(records).items():
-        for run, planned_gib, measured_gib in compared:
-            planned, measured = (round(gib, GIB_DIGITS + 1) for gib in (planned_gib, measured_gib))
-            yield {"run": run, "phase": phase, "planned": planned, "measured": measured}
+def _curve(points: list[list[float]]) -> list[list[float]]:
+    """Return the points of a curve that can be drawn, at most `MOST_POINTS` of them, evenly spread."""
+    finite = [[step, round(loss, LOSS_DIGITS)] for step, loss in points if math.isfinite(step) and math.isfinite(loss)]
+    return finite[:: -(-len(finite) // MOST_POINTS) or 1]
+
+
+def planned_and_measured(record: Record) -> Iterator[tuple[str, str, float, float]]:
+    """Yield each phase of each device of a run: the run, the phase, and its peak as planned and as measured, in GiB."""
+    for phase, compared in compared_by_phase([record]).items():
+        for run, *peaks in compared:
+            yield run, phase, *(max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in peaks)
+
+
+class MemoryPoints:
+    """Points of the chart of planned and measured memory; those that would cover each other are one."""
+
+    def __init__(self) -> None:
+        self.points: dict[tuple[object, ...], Values] = {}
+
+    def add(self, run: str, phase: str, planned_gib: float, measured_gib: float) -> None:
+        """Add a point, or count it as one more where one is already."""
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned_gib, measured_gib)))
+        new = {"run": run, "phase": phase, "planned": planned_gib, "measured": measured_gib, "peaks": 0}
+        self.points.setdefault(place, new)["peaks"] += 1
+
+    def ends(self) -> tuple[float, float]:
+        """Return the lowest and the highest peak."""
+        every = [point[name] for point in self.points.values() for name in ("planned", "measured")] or [1.0]
+        return min(every), max(every)
 
 
 def comparable(runs: Iterable[Values], cost: str) -> list[Values]:

@@ -1,5 +1,6 @@
 """Records to pictures: losses, scores, memory, passes of a pipeline, accuracy and cost."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
+from common.base.inert import printable
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting.rows import SCHEDULES, clock_seconds, loss_per, metrics_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
+LOOKS = [{"linestyle": style, "color": f"C{colour}"} for style in ("-", "--", ":") for colour in range(10)]
+"""Of lines: each colour with each style."""
 
 
 def plot_losses(record: Record) -> Figure:
@@ -24,25 +28,46 @@ def plot_losses(record: Record) -> Figure:
     return figure
 
 
+MOST_NAMED = 20
+"""Runs that one picture of curves names; of more, those that ended best."""
+
+
 def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
     """Plot training loss, validation loss and the metric of several runs over their steps, a line for each run.
 
     The metric is the validation accuracy where it was measured by step, else the task's first one, before and after.
+    Of more runs than `MOST_NAMED` those with the lowest validation loss are named, and the others drawn in grey.
     """
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    for number, (record, label) in enumerate(zip(records, labels, strict=True)):
-        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
-        metric, direction, points = _metric_by_step(record)
+    named = sorted(range(len(records)), key=lambda number: _lowest_loss(records[number]))[:MOST_NAMED]
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5 + 0.1 * len(named)), layout="constrained")
+    others = [number for number in range(len(records)) if number not in named]
+    for number in (*others, *sorted(named)):  # those that are named lie above
+        place = sorted(named).index(number) if number in named else None
+        look = {"color": "0.8", "linewidth": 0.5} if place is None else LOOKS[place % len(LOOKS)] | {"marker": "."}
+        metric, direction, points = _metric_by_step(records[number])
         curves = (
-            ("training loss", record.get("training_losses")),
-            ("validation loss", record.get("validation_losses")),
+            ("training loss", records[number].get("training_losses")),
+            ("validation loss", records[number].get("validation_losses")),
             (f"{metric} ({direction} is better)", points),
         )
         for axes, (name, curve) in zip(panels, curves, strict=True):
-            axes.plot(*zip(*curve or [(float("nan"),) * 2], strict=True), linestyle=style, marker=".", label=label)
+            label = "_" if place is None else _plain(labels[number])  # what begins so, no legend names
+            axes.plot(*zip(*curve or [(float("nan"),) * 2], strict=True), label=label, **look)
             axes.set(xlabel="optimizer step", ylabel=axes.get_ylabel() or (name if curve else ""))
-    panels[0].legend(fontsize=8)
+    if others:
+        figure.suptitle(f"{len(records)} runs: {len(named)} with the lowest validation loss, and the others in grey")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
+
+
+def _plain(text: str) -> str:
+    """Return a text as Matplotlib shows it, which takes what stands between dollars for a formula."""
+    return printable(text).replace("$", r"\$")
+
+
+def _lowest_loss(record: Record) -> float:
+    losses = [loss for _, loss in record.get("validation_losses") or [] if math.isfinite(loss)]
+    return min(losses, default=math.inf)
 
 
 def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
@@ -52,7 +77,7 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
     for metric in metrics_of(record):
         values = [(quality.get(when) or {}).get(metric.name) for when in ("before", "after")]
         if None not in values:
-            return metric.label, metric.direction, list(zip((0, record["steps"]), values, strict=True))
+            return metric.label, metric.direction, list(zip((0, record.get("steps", 1)), values, strict=True))
     return "", "", []
 
 
@@ -144,7 +169,8 @@ def plot_confusion(record: Record) -> Figure:
 
     after = record["quality"]["after"]
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    confusion = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=after["labels"])
+    labels = [_plain(label) for label in after["labels"]]
+    confusion = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=labels)
     confusion.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
     axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
     return figure

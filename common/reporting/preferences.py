@@ -120,7 +120,7 @@ def name_of(run: Record) -> str:
 def changed(runs: list[Record], name: str, form: str, times: float = 1) -> str:
     """Return a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
     before, after = ([run["quality"][when][name] for run in runs] for when in ("before", "after"))
-    if None in before:
+    if None in (*before, *after):
         return "no facts"
     return f"{form.format(times * fmean(before))} to {over_seeds([times * each for each in after], form)}"
 

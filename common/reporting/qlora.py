@@ -180,7 +180,10 @@ def _is_recipe(record: Record) -> bool:
     A record says what the model takes of padding, and how many rows the plan lets answer at once, where the folder
     leaves that open; whether the base was evaluated changes nothing.
     """
-    literal, config = literal_of(REPOSITORY / record["run_folder"]).to_dict(), record["config"]
+    literal, config = run_folders().get(REPOSITORY / record["run_folder"]), record["config"]
+    if literal is None:  # of a run folder that is not here
+        return False
+    literal = literal.to_dict()
     named = {"seed", "run_name", "results_root", "run_folder"}
     chosen = {"padding_free", "per_device_eval_batch_size", "baseline"}
     compared = (literal.keys() & config.keys()) - named - chosen

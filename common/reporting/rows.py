@@ -4,6 +4,7 @@ Every row is `measured` (from a committed record), `published` (with its source)
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ import pandas as pd
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig
+from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.hardware.devices import find_gpu, gpu_of_device
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
-from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
+from common.records.schema import is_registered
+from common.records.store import RECORD_NAME, Record, records_in
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no GPU", "projected", "off"
@@ -101,23 +103,29 @@ def as_table(rows_of: Callable[..., Iterable[Row]]) -> Callable[..., pd.DataFram
 def result_files(*folders: Path) -> list[Path]:
     """Return the files of the records of the last runs that wrote into these `results` folders."""
     return [
-        path
+        run / RECORD_NAME
         for folder in folders
-        for path in sorted(folder.glob(f"*/{RECORD_NAME}"))
-        if not path.parent.name.endswith((PREVIOUS, UNFINISHED))
+        for run in sorted(folder.glob("*"))
+        if not SET_ASIDE.fullmatch(run.name)
+        if os.path.lexists(run / RECORD_NAME)  # a link that leads nowhere is to be named, too
     ]
 
 
 def results_in(*folders: Path) -> list[Record]:
     """Return the records of the last runs that wrote into these `results` folders."""
-    return [load_record(path) for path in result_files(*folders)]
+    return [record for _, record in records_in(result_files(*folders))]
+
+
+def results_folders() -> list[Path]:
+    """Return where the runs of each run folder write."""
+    return sorted(REPOSITORY.glob("*/run_*/results"))
 
 
 def results_of_this_machine() -> list[Record]:
     """Return the records of the last runs in every run folder, whether kept or not."""
     return sorted(
-        results_in(*REPOSITORY.glob("*/run_*/results")),
-        key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
+        results_in(*results_folders()),
+        key=lambda run: (run["run_folder"], run["config"].get("per_device_train_batch_size", 0), run["run_name"]),
     )
 
 
@@ -182,14 +190,14 @@ def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> l
     return [
         record
         for record in records
-        if record["status"] == "completed" and _reporting_of(record) == reporting
+        if is_comparable(record) and TASKS[task_of(record)].reporting == reporting
         if not kinds or kind_of(record) in kinds
     ]
 
 
-def _reporting_of(record: Record) -> str | None:
-    task = TASKS.get(task_of(record))
-    return task.reporting if task else None
+def is_comparable(record: Record) -> bool:
+    """Return whether a run completed, and did what is registered here."""
+    return record["status"] == "completed" and is_registered(record)
 
 
 def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
@@ -234,13 +242,13 @@ def workload(record: Record, same: str) -> dict[str, object]:
 
     `same` is `STRONG` or `WEAK`.
     """
-    config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
+    config = {**DEFAULTS, **record["config"]}  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
         "rows": record[same] if same == STRONG else config[same],
         "recomputes_activations": config["gradient_checkpointing"],
-        "device_name": environment["devices"][0],
-        "threads_per_rank": environment["threads_per_rank"],
+        "device_name": first_device(record),
+        "threads_per_rank": record["environment"]["threads_per_rank"],
     }
 
 
@@ -250,12 +258,12 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
     baseline.
     """
-    alone = [name for name, each in PARALLELISMS.items() if each.is_single]  # a record may have one from outside
+    shared = workload(record, same)
     found = [
         candidate
         for candidate in records
-        if candidate["status"] == "completed" and candidate["parallel"] in alone
-        if workload(candidate, same) == workload(record, same) and not TECHNIQUES[record["technique"]].quantizes
+        if is_comparable(candidate) and PARALLELISMS[candidate["parallel"]].is_single
+        if workload(candidate, same) == shared and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
 
@@ -385,8 +393,13 @@ def before_training(record: Record, name: str, shown: Callable[[Any], str]) -> s
     return shown(scores[name]) if scores else NO_BASELINE
 
 
-def over_seeds(values: Sequence[float], form: str) -> str:
-    """Return a single value, or `0.92 (0.90 to 0.93)` of several: the mean, the lowest and the highest."""
+def over_seeds(values: Sequence[float | None], form: str) -> str:
+    """Return a single value, or `0.92 (0.90 to 0.93)` of several: the mean, the lowest and the highest.
+
+    Where one of them has none, nothing can be said.
+    """
+    if None in values:
+        return NOT_RUN
     mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
     return f"{mean} ({low} to {high})" if len(values) > 1 else mean
 
@@ -406,9 +419,14 @@ def short_devices_of(record: Record) -> str:
     return devices_of(record).replace(", 1 thread x", " x")
 
 
+def first_device(record: Record) -> str:
+    """Return the first device as it calls itself; a driver may have told no name."""
+    return next(iter(record["environment"]["devices"]), "a device without a name")
+
+
 def _name_of_device(record: Record) -> str:
     threads = record["config"].get("threads", 1)  # older records had one
-    name = MARKS.sub("", record["environment"]["devices"][0])
+    name = MARKS.sub("", first_device(record))
     return name + (f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else "")
 
 
@@ -456,7 +474,7 @@ def learning_rate_scaling(peak: float, base: float) -> str:
 
 def hardware_factors(record: Record, baseline: Record | None) -> Row:
     """Return CUDA cores and memory of a run's GPUs, as multiples of its baseline's, which are of the same kind."""
-    gpu, count = gpu_of_device(record["environment"]["devices"][0]), record["config"]["devices"]
+    gpu, count = gpu_of_device(first_device(record)), record["config"]["devices"]
     if gpu is None:
         return dict.fromkeys(FACTORS, NO_GPU)
     factor = count / (baseline["config"]["devices"] if baseline else 1)

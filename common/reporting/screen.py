@@ -7,6 +7,8 @@ from textwrap import fill
 import pandas as pd
 from tabulate import tabulate
 
+from common.base.inert import printable
+
 CELL_COLUMNS = 42
 """Widest cell; longer ones are wrapped."""
 BETWEEN = 2
@@ -24,7 +26,7 @@ def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | N
     What does not fit stands in further tables below, each with the first column.
     """
     width = width or screen_width()
-    cells = [[str(cell) for cell in row] for row in (headers, *rows)]
+    cells = [[printable(str(cell)) for cell in row] for row in (headers, *rows)]
     most = min(CELL_COLUMNS, width // 2 - BETWEEN)  # so that two columns always fit
     widths = [min(most, max(map(len, column))) for column in zip(*cells, strict=True)]
     taken_by = [max(own, min(own, len(header)) + BETWEEN) for own, header in zip(widths, cells[0], strict=True)]

@@ -186,7 +186,7 @@ def network_table(records: list[Record]) -> pd.DataFrame:
     Seconds per step over a network, by how gradients are exchanged, at the same global batch.
     """
     runs = summarized(records, over_links=True)
-    slowest = {run["config"]["link"]: step_s(run) for run in runs if run["config"]["gradient_exchange"] == "after"}
+    after = {run["config"]["link"]: step_s(run) for run in runs if run["config"]["gradient_exchange"] == "after"}
     return pd.DataFrame(
         {
             "Link": run["config"]["link"],
@@ -196,13 +196,17 @@ def network_table(records: list[Record]) -> pd.DataFrame:
             "Rows per step": str(run["effective_batch_size"]),
             "Steps": str(run["steps"]),
             "Step (s)": f"{step_s(run):.3f}",
-            "Faster than after the backward pass": f"{slowest[run['config']['link']] / step_s(run):.2f}x",
-            "Training loss at the end": f"{run['training_losses'][-1][1]:.4f}",
+            "Faster than after the backward pass": _faster(run, after.get(run["config"]["link"])),
+            "Training loss at the end": next((f"{loss:.4f}" for _, loss in reversed(run["training_losses"])), NOT_RUN),
         }
         for run in sorted(
             runs, key=lambda r: (r["config"]["link"], list(EXCHANGES).index(r["config"]["gradient_exchange"]))
         )
     )
+
+
+def _faster(run: Record, after_s: float | None) -> str:
+    return f"{after_s / step_s(run):.2f}x" if after_s else NOT_RUN
 
 
 def results_text(records: list[Record]) -> str:

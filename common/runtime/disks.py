@@ -1,26 +1,36 @@
 """Files of ranks that may run on machines with a disk each, or share one: who writes, and how all get the same."""
 
+import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
 from filelock import FileLock, Timeout
 
 from common.base.errors import BadInputError
-from common.base.run_config import LAST
-from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, load_record
-from common.runtime.watch import BEATS
+from common.base.run_config import LAST, PREVIOUS, UNFINISHED
+from common.records.store import RECORD_NAME, load_record
+from common.runtime.watch import BEATS, start_of
 from common.runtime.world import RAY_RUN, Rank, may_start_again
 
 LAUNCHERS = ".launchers"
 """Of a run's results: a file for each process that started ranks of it."""
+MARK = ".run.json"
+"""Of a run's results: says that a run made the folder, and once it has ended also what it wrote there, by name."""
+OF_RUNS = (
+    *(RECORD_NAME, MARK, LAUNCHERS, BEATS, "checkpoints", "tensorboard", "adapter", "model", "merged*"),
+    *("predictions_*.csv", "gallery.png", "log_probs.png", "compare.png", "levels.png", "losses.png", "scores.png"),
+    *("memory.png", "accuracy.png", "confusion.png", "held.png", "timeline.png"),
+)
+"""Patterns of names in a run's results: what runs wrote before they had a mark, and what notebooks draw afterwards."""
 SENT_BYTES = 64 * 2**20  # of a file, at once
 
 
@@ -64,15 +74,8 @@ def leave_mark(folder: Path) -> None:
 
 
 def _own_mark(folder: Path) -> Path:
-    name = os.environ.get(RAY_RUN) or f"{socket.gethostname()}-{os.getppid()}-{_start_of(os.getppid())}"
+    name = os.environ.get(RAY_RUN) or f"{socket.gethostname()}-{os.getppid()}-{start_of(os.getppid())}"
     return folder / LAUNCHERS / name
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process started: on Linux in ticks since the machine's start, which no set clock changes."""
-    stat = Path(f"/proc/{pid}/stat")
-    # field 22 of proc_pid_stat(5); the name, field 2, may have spaces and ends with the last parenthesis
-    return stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else f"{psutil.Process(pid).create_time()}"
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
@@ -93,12 +96,72 @@ def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
     wait_for_everyone()
 
 
+# -- whose a folder is
+
+
+def is_of_a_run(folder: Path) -> bool:
+    """Return whether a run has made a folder: it has a mark, what a rank says of itself, or the record of a run."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    if (folder / MARK).is_file() or (folder / BEATS / "rank0.json").is_file():
+        return True
+    with suppress(OSError, ValueError, RecursionError):
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        return isinstance(record, dict) and "schema_version" in record
+    return False
+
+
+def others_in(folder: Path) -> list[str]:
+    """Return the names of what is in a run's results and was written by no run, such as exports and notes.
+
+    A run that was killed could not say what it had written: all is taken for its own.
+    """
+    written: list[str] = []
+    with suppress(OSError, ValueError, TypeError):  # from before runs had a mark, or cut short by a full disk
+        content = (folder / MARK).read_text(encoding="utf-8")
+        if not content:
+            return []
+        written = list(json.loads(content))
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if name not in written and not any(fnmatch(name, known) for known in OF_RUNS)]
+
+
+def check_free_for_run(results: Path) -> None:
+    """Refuse to write a run's results into what no run has made; an empty folder may be taken.
+
+    Raises:
+        BadInputError: with what is there.
+    """
+    if results.is_symlink():
+        found = "is a link to elsewhere"
+    elif results.exists() and not results.is_dir():
+        found = "is a file"
+    elif results.is_dir() and any(results.iterdir()) and not is_of_a_run(results):
+        found = f"has {min(path.name for path in results.iterdir())}, and no mark of a run"
+    else:
+        return
+    raise BadInputError(
+        f"The results folder {results} {found}, and what no run has made is neither moved nor removed: pass another "
+        "--run_name, or move it away."
+    )
+
+
+def places_aside(folder: Path, suffix: str) -> Iterator[Path]:
+    """Yield where a folder may be set aside: `NAME.previous`, `NAME.previous-2`, `NAME.previous-3`, and so on."""
+    yield folder.with_name(folder.name + suffix)
+    yield from (folder.with_name(f"{folder.name}{suffix}-{number}") for number in count(2))
+
+
+# -- the folder of a run
+
+
 class ResultsFolder:
     """A run's results folder, which one run owns at a time; every rank of the run makes one.
 
     An earlier run of the same name moves to `<run name>.previous`, replacing what was there, unless it did not
     complete: then what was there stays, and the unfinished run moves to `<run name>.unfinished` if it has checkpoints,
-    and is removed if it has none.
+    and is removed if it has none. What no run has made or written is neither moved nor removed: a run does not begin in
+    such a folder, and an earlier run with files of others stays where it was set aside.
 
     Attributes:
         path: The folder.
@@ -121,7 +184,8 @@ class ResultsFolder:
         `lock_timeout_s`: how long another run may still own the folder.
 
         Raises:
-            BadInputError: If another run owns it, or machines do not share a disk that they need; on every rank.
+            BadInputError: If another run owns it, no run has made it, or machines do not share a disk that they need;
+                on every rank.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
         self.hosts = [host for host, writes in gather_object([(socket.gethostname(), self.writes)]) if writes]
@@ -132,11 +196,15 @@ class ResultsFolder:
         self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=lock_timeout_s, is_singleton=True)
+        self._others: list[str] = []
         self._own()
         if self.writes:
-            if path.exists() and not is_resumed:
+            if is_of_a_run(path) and is_resumed:
+                self._others = others_in(path)
+            elif is_of_a_run(path):
                 self._aside = _make_way(path)
-            path.mkdir(exist_ok=is_resumed)
+            path.mkdir(exist_ok=True)
+            (path / MARK).write_text("", encoding="utf-8")
             (path / RECORD_NAME).unlink(missing_ok=True)
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
@@ -155,20 +223,28 @@ class ResultsFolder:
             )
 
     def _own(self) -> None:
-        taken = False
+        why_not = ""
         if self.writes:
             try:
                 self.lock.acquire()
+                check_free_for_run(self.path)
             except Timeout:
-                taken = True
-        if any(gather_object([taken])):
-            raise BadInputError(
-                f"Another run is writing to the results folder {self.path.name}: wait for it, end it, or pass "
-                "another --run_name."
-            )
+                why_not = (
+                    f"Another run is writing to the results folder {self.path.name}: wait for it, end it, or pass "
+                    "another --run_name."
+                )
+            except BadInputError as refused:
+                why_not = str(refused)
+        if refusals := list(filter(None, gather_object([why_not]))):
+            self.lock.release(force=True)
+            raise BadInputError(refusals[0])
 
     def release(self) -> None:
-        """Let another run own the folder."""
+        """Say what the run has written, and let another one own the folder."""
+        if self.writes:
+            with suppress(OSError):  # the disk is full, or the folder is gone
+                written = {path.name for path in self.path.iterdir()}.difference(self._others)
+                (self.path / MARK).write_text(json.dumps(sorted(written)), encoding="utf-8")
         self.lock.release(force=True)
 
     def discard(self) -> None:
@@ -182,19 +258,28 @@ class ResultsFolder:
 
 def _make_way(folder: Path) -> Path | None:
     """Move an earlier run aside, and return where it is; a failed one does not push out a completed one."""
-    aside = folder.with_name(folder.name + PREVIOUS)
-    if aside.exists() and not _completed(folder):
+    suffix, others = PREVIOUS, others_in(folder)
+    if next(places_aside(folder, PREVIOUS)).exists() and not _completed(folder):
         checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
-        if not checkpoints:
+        if not checkpoints and not others:
             shutil.rmtree(folder)
             return None
-        aside = folder.with_name(folder.name + UNFINISHED)
-        print(
-            f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {aside.name}; with "
-            f"--resume_from_checkpoint {LAST} this run would have resumed it"
-        )
+        suffix = UNFINISHED
+        resumes = f"; with --resume_from_checkpoint {LAST} this run would have resumed it" if checkpoints else ""
+        held = ", ".join([*checkpoints, *others])
+        print(f"an unfinished run of this name ({held}) is kept as {folder.name}{suffix}{resumes}")
+    aside = next(place for place in places_aside(folder, suffix) if _may_be_replaced(place))
+    if aside.name != folder.name + suffix:
+        print(f"{folder.name}{suffix} has files that no run wrote, and stays: the run before is kept as {aside.name}")
+    elif others:
+        print(f"the run before is kept as {aside.name}, with what no run wrote ({', '.join(others)})")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
+
+
+def _may_be_replaced(place: Path) -> bool:
+    """Return whether nothing is in a place, or an earlier run with nothing of others."""
+    return not os.path.lexists(place) or (is_of_a_run(place) and not others_in(place))
 
 
 def _completed(folder: Path) -> bool:

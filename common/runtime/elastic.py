@@ -1,8 +1,12 @@
 """Ranks that torchrun starts again, perhaps on fewer or more machines: where they meet, and the same steps."""
 
 import os
+import stat
+import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -93,11 +97,15 @@ def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
 def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Return a store for the ranks of this start alone, once all that torchrun started are there.
 
-    It is a part of torchrun's own store, or, where torchrun was told not to share it, the first rank's.
+    On one machine it is a file; on several a part of torchrun's own store, or, where torchrun was told not to share it,
+    the first rank's. Those listen on every interface, and whoever writes into them says where the ranks connect to.
 
     Raises:
-        RunStoppedError: With the ranks that did not come within `timeout_s`.
+        RunStoppedError: With the ranks that did not come within `timeout_s`, or whose the file's folder is.
     """
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        place = folder_of_user() / f"{os.getppid()}-{os.environ['MASTER_PORT']}"
+        return part_of_this_start(dist.FileStore(str(place), world_size), rank, world_size, timeout_s)
     is_shared = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     try:
         store = dist.TCPStore(
@@ -107,6 +115,23 @@ def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.St
     except dist.DistNetworkError:
         raise _not_started([0], timeout_s) from None
     return part_of_this_start(store, rank, world_size, timeout_s)
+
+
+def folder_of_user() -> Path:
+    """Return the folder where the ranks of this user's launchers meet; nobody else can write into it.
+
+    Raises:
+        RunStoppedError: Somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise RunStoppedError(
+            f"{folder}, where ranks meet, can be written by others: remove it, or let TMPDIR name a folder of your own."
+        )
+    return folder
 
 
 def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:

@@ -12,10 +12,12 @@ from pathlib import Path
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.runtime.machines import nodes_command
+from common.base.torchrun import meeting_file, nodes_command
 from common.runtime.watch import die_with_parent
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of what SIGKILL ended: Python's, and a shell's
+KEEPS_NO_PORT = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Set for torchrun, that it opens no port for its ranks, which meet in a file (`common.runtime.elastic`)."""
 END_S = 2.0  # how long a process may take to end by itself when it is told to
 
 
@@ -35,11 +37,12 @@ def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list
         os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # torchrun would set it too, but warns about it
     if run.world_size == 1:
         return [sys.executable, script, *overrides]
+    os.environ[KEEPS_NO_PORT] = "1"
     return torchrun_command(script, run.world_size, *overrides)
 
 
 def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world_size: int) -> None:
-    """Run a workflow on `world_size` ranks by Accelerate's `notebook_launcher`, on a port that is free now.
+    """Run a workflow on `world_size` ranks by Accelerate's `notebook_launcher`; they meet in a file.
 
     `workflow_module` is imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where
     CUDA, an Accelerator or bitsandbytes (which PEFT imports) came to life before.
@@ -48,15 +51,19 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
         BadInputError: If a rank refuses its input; nothing was written.
     """
     from accelerate import notebook_launcher
-    from accelerate.utils.other import get_free_port
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from common.runtime.rank import name_deepspeeds_device
 
     name_deepspeeds_device()  # the ranks are copies of this process
+    os.environ[KEEPS_NO_PORT] = "1"
     try:
         notebook_launcher(
-            _import_and_run, args=(workflow_module, overrides), num_processes=world_size, use_port=str(get_free_port())
+            _import_and_run,
+            args=(workflow_module, overrides),
+            num_processes=world_size,
+            rdzv_backend="c10d",
+            rdzv_conf={"store_type": "file"},
         )
     except ChildFailedError as failure:
         message = failure.get_first_failure()[1].message
@@ -80,7 +87,7 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
     Raises:
         RuntimeError: If the command ends with another exit code than 0.
     """
-    print("$ " + shlex.join(command).replace(sys.executable, "python"))
+    print("$ " + without_secrets(shlex.join(command)).replace(sys.executable, "python"))
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -113,7 +120,10 @@ def _end_process(process: subprocess.Popen) -> None:
 
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:
-    """Return the command for `accelerate launch` of this Python, on a port that it finds itself."""
+    """Return the command for `accelerate launch` of this Python, on a port that it finds itself.
+
+    Its torchrun unpickles nothing that comes to that port (PyTorch's `static_tcp_rendezvous.py`).
+    """
     return [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file, "--main_process_port", "0",
         script, *overrides,
@@ -121,8 +131,9 @@ def accelerate_command(script: str, config_file: str, *overrides: str) -> list[s
 
 
 def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]:
-    """Return the command for `torchrun` of this Python, on a port that it finds itself."""
+    """Return the command for `torchrun` of this Python, whose ranks are on this machine."""
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size),
+        sys.executable, "-m", "torch.distributed.run", *nodes_command(1, world_size)[1:],
+        "--rdzv_endpoint", meeting_file(),  # one that torchrun makes itself it would comment on
         script, *overrides,
     ]  # fmt: skip

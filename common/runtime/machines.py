@@ -19,6 +19,7 @@ from common.planning.architectures import cached_commit
 
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 LOOPBACK = ("127.", "::1")
+LAST_BYTES = 2**16
 ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737): the default route leads to it."""
 OWN_COLUMNS = ("where", "picture")
@@ -33,8 +34,8 @@ class Member:
     Attributes:
         rows: Training rows of the whole data, before they are divided.
         data: A digest of the rows.
-        model: The commit of a model of the Hub; of a folder a digest of its configuration, and of the index, names and
-            sizes of its files of weights.
+        model: The commit of a model of the Hub; of a folder a digest of its configuration and tokenizer, and of the
+            index, names, sizes and last bytes of its files of weights.
         code: A digest of this repository's modules.
         versions: Of Python and the packages that compute.
         settings: The run's, except for its paths.
@@ -77,18 +78,24 @@ def digest_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def digest_of_model(run: RunConfig) -> str:
-    """Return the commit of a model of the Hub, or 12 digits of a folder's configuration, and which files have weights.
+    """Return the commit of a model of the Hub, or 12 digits of a folder's configuration, tokenizer and weights.
 
-    That is their names, their sizes, and the index that says which weight is in which.
+    Of the files of weights that is the index that says which weight is in which, their names, sizes and last bytes: to
+    read all of a large model takes minutes.
     """
     folder = next((path for path in (Path(run.model).expanduser(), REPOSITORY / run.model) if path.is_dir()), None)
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
-    digest = sha256((folder / "config.json").read_bytes())
-    for index in sorted(folder.glob("*.index.json")):
-        digest.update(index.read_bytes())
+    digest = sha256()
+    for pattern in ("config.json", "*.index.json", "tokenizer*", "chat_template*", "additional_chat_templates/*"):
+        for path in sorted(folder.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
+    for path in files:
+        with path.open("rb") as file:
+            file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
+            digest.update(file.read())
     return digest.hexdigest()[:12]
 
 
@@ -149,14 +156,3 @@ def own_address_towards(address: str, port: int) -> str:
         except OSError:
             return ""
         return probe.getsockname()[0].partition("%")[0]
-
-
-def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
-    """Return what starts the ranks of one of several machines, without the script: the same on each of them.
-
-    They meet at `address`, the first one's.
-    """
-    return [
-        "torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(ranks_per_node),
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:29400",
-    ]  # fmt: skip

@@ -20,19 +20,21 @@ from accelerate.utils import set_seed, wait_for_everyone
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from common.base.command_line import how_to_resume
-from common.base.errors import BadInputError
+from common.base.command_line import how_to_resume, say_when_told_to_end
+from common.base.errors import BadInputError, when_told_to_end
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
+from common.base.torchrun import nodes_command
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.planning.plans import offer
 from common.runtime.elastic import store_of_this_start
 from common.runtime.faults import fault_at
-from common.runtime.machines import nodes_command, use_interface_to
+from common.runtime.machines import use_interface_to
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher
 
-TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why. "
+TOLD_TO_END = "error: this rank was told to end ({}): its launcher, or another rank, says why. "
+LOOPBACK = "127.0.0.1"
 LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last works; some milliseconds are needed
 
 
@@ -61,12 +63,9 @@ def check_world(run: RunConfig) -> None:
 def start_command(run: RunConfig) -> str:
     """Return what starts a run's ranks: on each machine, where there are several."""
     script = "my_workflow_<technique>.py"
+    command = shlex.join(nodes_command(run.nodes, run.ranks_per_node)) if run.world_size > 1 else "python"
     if run.nodes > 1:
-        return (
-            f"`{shlex.join(nodes_command(run.nodes, run.ranks_per_node))} {script}` on each of {run.nodes} machines "
-            "(ADDRESS: the first one's)"
-        )
-    command = f"torchrun --nproc_per_node {run.world_size}" if run.world_size > 1 else "python"
+        return f"`{command} {script}` on each of {run.nodes} machines (ADDRESS: the first one's)"
     return f"`{command} {script}`, or `python -m common.launch`, which starts the right number"
 
 
@@ -147,8 +146,7 @@ def _join_world(run: RunConfig) -> PartialState:
     atexit.unregister(_let_groups_finish)
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
-    if run.nodes > 1:
-        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    use_interface_to(os.environ["MASTER_ADDR"] if run.nodes > 1 else LOOPBACK, int(os.environ["MASTER_PORT"]))
     if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
         rank = int(os.environ["RANK"])
         store = store_of_this_start(rank, run.world_size, run.start_timeout_s)
@@ -171,7 +169,7 @@ def _let_groups_finish() -> None:
     threads with them. One that drops a work's tensor just as Python begins to end is ended by Python in the midst of
     C++, which ends the rank by SIGABRT: on a busy machine, now and then, after everything was saved.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
+    when_told_to_end(signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
     time.sleep(LAST_WORKS_S)
 
 
@@ -188,7 +186,7 @@ def end_with_launcher() -> None:
     if parent_is_gone():  # before the kernel was told
         sys.exit("error: this rank's launcher is gone.")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END + how_to_resume()))
+        say_when_told_to_end(TOLD_TO_END + how_to_resume())
 
 
 def accelerate_shards() -> bool:

@@ -26,6 +26,7 @@ from common.base.errors import (
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
+from common.base.torchrun import nodes_command
 from common.hardware import devices
 from common.planning.architectures import cached_commit
 from common.planning.memory_plan import DeviceMemory
@@ -42,7 +43,6 @@ from common.records.store import (
     write_json,
 )
 from common.runtime.disks import ResultsFolder, has_mark, marks_of_launchers
-from common.runtime.machines import nodes_command
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
@@ -69,6 +69,7 @@ class RunRecorder:
         phases_s: Seconds of each phase so far.
         plan: What training was planned to take, once it starts.
         data: Rows and tokens that were read, once they are counted.
+        row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
         step: How many optimizer steps were taken, once there is a trainer.
     """
 
@@ -99,6 +100,7 @@ class RunRecorder:
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
+        self.row_digests: dict[str, str] = {}
         self.data: dict[str, int] | None = None
         self.step: Callable[[], int] | None = None
         if run.nodes > 1 and rank.is_main:
@@ -186,8 +188,8 @@ class RunRecorder:
         )
 
     def gpu(self) -> devices.Gpu | None:
-        """Return the GPU of this machine, where the catalogue has it; None on CPU."""
-        return devices.gpu_here() if self.run.device == "cuda" else None
+        """Return what this rank is planned on: the GPU, where the catalogue has it, or the CPU with this process."""
+        return devices.gpu_here() if self.run.device == "cuda" else devices.cpu_device(self.memory.process_gib)
 
     def training_starts(self, plan: Plan | None) -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
@@ -254,11 +256,13 @@ class PeakMemory:
 
     Attributes:
         by_phase: Peaks by phase and device; of phases that come several times the highest.
+        process_gib: What the process held before its model loaded.
     """
 
     rank: Rank
     by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
     training_gib: dict[str, float] = field(default_factory=dict)
+    process_gib: float = field(default_factory=lambda: devices.read_memory("cpu").now_gib)
     current: str = "loading"
 
     def enter(self, phase: str) -> None:
@@ -323,16 +327,22 @@ class PeakMemory:
             "peak_gib_by_phase": measured,
             "peak_allocated_gib": None if on_cpu else max(measured.values(), default=None),
             "peak_reserved_gib": reading.peak_reserved_gib,
+            "process_gib": self.process_gib,
             "peak_rss_gib": devices.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
         }
 
 
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
-    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
+    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`.
+
+    On a CPU tensors are compared with tensors: what a process keeps besides differs from machine to machine.
+    """
     lines = []
     for entry in memory:
         planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
+        if entry["device"] == "cpu":
+            planned_gib, peak_gib = (entry[f"{kind}_gib_by_phase"].get(TRAINING) for kind in ("planned", "peak"))
         if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE:
             lines.append(
                 f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
@@ -378,9 +388,8 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     """Return the command that repeats a run from its run folder; for a notebook that is the notebook itself."""
     if "ipykernel" in sys.modules:
         return "the notebook"
-    on_nodes = nodes_command(run.nodes, run.ranks_per_node)
     launchers = {
-        "torchrun": on_nodes if run.nodes > 1 else ["torchrun", "--nproc_per_node", str(rank.world_size)],
+        "torchrun": nodes_command(run.nodes, run.ranks_per_node),
         "acclaunch": ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml"],
         "ray": ["python", "-m", "common.ray_train"],
     }

@@ -15,13 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import psutil
+
+from common.base.errors import END_SIGNALS
 from common.runtime.world import Rank
 
 HUNG_EXIT_CODE = 4
-ANSWER_S = 2.0  # how long a rank that is told to end (SIGTERM) may take to stop its work, before its thread ends it
+ANSWER_S = 2.0  # how long a rank that is told to end may take to stop its work, before its thread ends it
 BEAT_S = 1.0
 SILENT_S = 5.0  # a rank whose thread has said nothing for so long was stopped, or its machine is gone
 SLOW_FACTOR = 10  # what stands between steps, and an exchange between ranks, may take so many times as long as a step
@@ -31,7 +34,7 @@ SLOW_POINTS = ("validation", "saving", "verifying")
 # The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
 # there. A rank that hangs in a pass keeps others waiting in theirs, and all are named.
 STEP_POINTS = ("load", "batch", "update")
-LINE_BYTES = 512
+LINE_BYTES = 1024
 BEATS = "ranks"  # folder of a run's results with a file of each rank
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # found now: after a fork nothing may be looked up
@@ -50,19 +53,48 @@ def parent_is_gone() -> bool:
     return os.getppid() != expected
 
 
+def start_of(pid: int) -> str:
+    """Return when a process started: on Linux in ticks since the machine's start, which no set clock changes.
+
+    Raises:
+        OSError, psutil.Error: there is none of this number.
+    """
+    if sys.platform != "linux":
+        return f"{psutil.Process(pid).create_time()}"
+    # field 22 of proc_pid_stat(5); the name, field 2, may have spaces and ends with the last parenthesis
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def identity_of(pid: int) -> str:
+    """Return what tells a process from all others that have, or will have, its number: here, elsewhere, and later.
+
+    On Linux that is the machine's start, the namespace of process numbers, and the process's own start. Empty where
+    there is no such process, or the system does not say.
+    """
+    with contextlib.suppress(OSError, ValueError, psutil.Error):
+        if sys.platform != "linux":
+            return start_of(pid)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {start_of(pid)}"
+    return ""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank is.
 
     Attributes:
+        identity: Which process it is, see `identity_of`; only that one may be killed.
         passed: Points that it has passed since its start; ranks that work together pass as many.
         point, step: The last of these points, and the step that it belongs to.
-        said_at: When it last said so, in seconds since the epoch.
+        said_at: When it last said so: in its file in seconds since the epoch by its own clock; once another rank has
+            read it, by that one's monotonic clock, as the clocks of two machines may differ.
     """
 
     rank: int
     host: str
     pid: int
+    identity: str = ""
     passed: int = 0
     point: str = "start"
     step: int = 0
@@ -77,13 +109,27 @@ class Place:
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
 
+    def is_process_here(self) -> bool:
+        """Return whether its process still runs on this machine; another process may have its number by now."""
+        is_known = self.identity != "" and self.host == socket.gethostname()
+        return is_known and self.identity == identity_of(self.pid)
+
+
+def place_in(path: Path, rank: int) -> Place | None:
+    """Return where a rank is by its file; None where that is not there yet, or was written by somebody else."""
+    with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+        place = Place(**json.loads(file.read(LINE_BYTES)))
+        if place.rank == rank and all(type(getattr(place, each.name)) is each.type for each in fields(place)):
+            return place
+    return None
+
 
 class _Beat:
     """What this process says of itself, in a file that is written over in place: a step creates no file."""
 
     def __init__(self, rank: int = 0, path: Path | None = None) -> None:
         """Say it in the file `path`; without one nobody listens yet."""
-        self.place = Place(rank, socket.gethostname(), os.getpid())
+        self.place = Place(rank, socket.gethostname(), os.getpid(), identity_of(os.getpid()))
         self.moved_s = time.monotonic()  # when it came there, by a clock that nobody sets
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if path else None
         self.lock = threading.Lock()
@@ -121,6 +167,7 @@ class Watch:
         global _beat
         self.folder, self.rank, self.step_timeout_s, self.tell = folder / BEATS, rank, step_timeout_s, tell
         self.ended = threading.Event()
+        self.heard: dict[int, tuple[float, float]] = {}  # of each rank what it said last, and when that was new here
         self.folder.mkdir(parents=True, exist_ok=True)
         _beat = _Beat(rank.rank, self.folder / f"rank{rank.rank}.json")
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
@@ -147,7 +194,7 @@ class Watch:
         """
         with heard:
             while received := heard.recv(1):
-                if received[0] == signal.SIGTERM and not self.ended.wait(ANSWER_S):
+                if received[0] in END_SIGNALS and not self.ended.wait(ANSWER_S):
                     said = (
                         f"Rank {self.rank.rank} was told to end, and did not answer within {ANSWER_S:g} s: it waits "
                         "for another rank, whose output says why, or is in a long operation."
@@ -168,15 +215,18 @@ class Watch:
                 self._end_all(waited_s, places)
 
     def _places(self) -> list[Place]:
+        """Return where the ranks that speak are, each `said_at` by this rank's clock: what is new, a beat ago."""
         found = []
         for number in range(self.rank.world_size):
-            with contextlib.suppress(OSError, ValueError):
-                found.append(Place(**json.loads((self.folder / f"rank{number}.json").read_text())))
+            if place := place_in(self.folder / f"rank{number}.json", number):
+                if self.heard.get(number, (None, 0.0))[0] != place.said_at:
+                    self.heard[number] = (place.said_at, time.monotonic() - BEAT_S)
+                found.append(replace(place, said_at=self.heard[number][1]))
         return found
 
     def _end_all(self, waited_s: float, places: list[Place]) -> None:
         """Name who hangs, kill it where it is on this machine, and leave: the launcher ends the rest."""
-        hung = hung_ones(places, time.time())
+        hung = hung_ones(places, time.monotonic())
         named = "; ".join(map(str, hung))
         said = (
             f"Nothing moved for {waited_s:.0f} s (step_timeout_s is {self.step_timeout_s:g}): {named} "
@@ -186,7 +236,7 @@ class Watch:
         self.tell(said)
         print(f"error: {said}", file=sys.stderr, flush=True)
         for place in hung:
-            if place.host == socket.gethostname() and place.pid != os.getpid():
+            if place.pid != os.getpid() and place.is_process_here():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place.pid, signal.SIGKILL)
         os._exit(HUNG_EXIT_CODE)

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from common.base.paths import REPOSITORY
+from common.base.secrets import without_secrets
 from common.planning.architectures import is_hub_id
 from common.records.store import Record, fit_to_be_kept
 from common.serving.tuned_runs import TunedRun
@@ -47,7 +48,7 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
         "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
         f"## Command\n\nIn the folder `{record['run_folder']}` of the repository:\n\n```\n{record['command']}\n```",
     ]
-    return ModelCard("\n\n".join(parts) + "\n")
+    return ModelCard(without_secrets("\n\n".join(parts)) + "\n")
 
 
 def base_name(tuned: TunedRun) -> str:
@@ -93,13 +94,14 @@ def _use_of_adapter(base: str) -> str:
     )
     return f"""{"" if is_on_hub else edit}```python
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 folder = "this folder, or its id on the Hub"
 model, tokenizer = AutoPeftModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 question = [{{"role": "user", "content": "your question"}}]
 batch = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-answer = model.generate(**batch, max_new_tokens=256, do_sample=False)
+stops = GenerationConfig.from_pretrained(folder).eos_token_id
+answer = model.generate(**batch, max_new_tokens=256, do_sample=False, eos_token_id=stops)
 print(tokenizer.decode(answer[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""
 

@@ -13,11 +13,21 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
+from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
+from common.data.answer_ends import stops_of_model
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 
 Message = dict[str, str]
+
+
+class InertStreamer(TextStreamer):
+    """Prints an answer as it is written; what would steer the terminal is shown as its number."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print the next part of the answer."""
+        super().on_finalized_text(printable(text), stream_end)
 
 
 @dataclass
@@ -49,18 +59,21 @@ class Conversation:
     def _answer(self, name: str, model: PreTrainedModel, question: str) -> str:
         turns, tokenizer = self.turns[name], self.models.tokenizer
         turns.append({"role": "user", "content": question})
-        batch = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        batch = batch.to(model.device)
+        with reading("What was said", f"the chat template of {tokenizer.name_or_path} must take it: say it otherwise."):
+            batch = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        stops = stops_of_model(tokenizer, model)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         print(f"{name:>5} > ", end="", flush=True)
         generated = model.generate(
-            **batch,
+            **batch.to(model.device),
             **sampling,
+            **stops.settings(tokenizer),
             max_new_tokens=self.max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=InertStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-        answer = tokenizer.decode(generated[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answer = stops.cut(tokenizer.decode(generated[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
         turns.append({"role": "assistant", "content": answer})
         return answer
 

@@ -9,22 +9,28 @@ python -m common.export mine --to hub --repo_id me/my_model --push     uploads i
 """
 
 import argparse
+import filecmp
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from peft.utils import CONFIG_NAME
+from transformers import AutoTokenizer
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
+from common.data.answer_ends import save_stops
+from common.data.rows import shown
 from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
 from common.serving.ollama_file import MODELFILE, export_ollama
-from common.serving.tuned_runs import TunedRun, find_run
+from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
 FOLDERS = {"merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama"}
 """Folders in the run's results, by `--to`, where no `--output` is named."""
@@ -42,6 +48,9 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     check_new(output)
     card = card_of(tuned)
     shutil.copytree(tuned.whole_model, output)
+    save_stops(
+        output, AutoTokenizer.from_pretrained(output, trust_remote_code=False)
+    )  # runs of an older version did not
     card.save(output / CARD_NAME)
     return output
 
@@ -64,9 +73,11 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     adapter = tuned.folder / "adapter"
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
         check_holds(tuned, adapter, name)
+    check_adapter(adapter)
     check_new(output)
     card = card_of(tuned, is_adapter=True)
     shutil.copytree(adapter, output)
+    save_stops(output, AutoTokenizer.from_pretrained(output, trust_remote_code=False))
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -92,13 +103,28 @@ def check_new(output: Path) -> None:
     Raises:
         BadInputError: with the folder.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
 
 
-def is_exported(folder: Path) -> bool:
-    """Return whether a folder holds a whole model with its card, as `export_merged` makes it."""
-    return all((folder / name).is_file() for name in ("config.json", CARD_NAME))
+def is_exported(tuned: TunedRun, folder: Path) -> bool:
+    """Return whether a folder holds a run's whole model, byte by byte, and its card, which may have been edited.
+
+    Raises:
+        BadInputError: there is something else in it.
+    """
+    if not os.path.lexists(folder):
+        return False
+    own = {path.name for path in tuned.whole_model.iterdir()} - {CARD_NAME, GENERATION_CONFIG_NAME}
+    found = {path.name for path in folder.glob("*")}
+    others = sorted((own | {CARD_NAME}) ^ (found - {GENERATION_CONFIG_NAME}))
+    _, changed, unread = filecmp.cmpfiles(tuned.whole_model, folder, sorted(own & found), shallow=False)
+    if others or changed or unread:
+        raise BadInputError(
+            f"--output is {folder}, which exists already, and is not what {tuned.folder.name} exports (it differs in "
+            f"{shown([*others, *changed, *unread])}): name a new folder."
+        )
+    return True
 
 
 def upload(folder: Path, repo_id: str) -> str:
@@ -165,11 +191,13 @@ def main() -> None:
         print(f"serve it: {shlex.join(['llama-server', '--jinja', '-m', str(file)])}")
         return
     folder = options.output or tuned.folder / FOLDERS[options.to]
+    if options.to == "hub":
+        check_holds(tuned, tuned.whole_model, "config.json")
     if options.to == "ollama":
         _to_ollama(tuned, folder, options.weight_type)
     elif options.to == "adapter":
         _to_adapter(tuned, folder)
-    elif not (options.push and is_exported(folder)):  # it may be there already, listed without --push
+    elif not (options.push and is_exported(tuned, folder)):  # it may be there already, listed without --push
         _to_merged(tuned, folder)
     if options.to == "hub":
         for file in sorted(folder.iterdir()):
@@ -193,6 +221,7 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
     commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
     place = base if "/" in base else str(REPOSITORY / Path(tuned.recorded_base).expanduser())
     served = ["vllm", "serve", place, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
+    served += ["--generation-config", str(folder)]  # where generation stops: the base's may say otherwise
     print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")
 
 

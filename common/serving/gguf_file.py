@@ -6,10 +6,12 @@ its byte pairs are merged. What is not listed here is refused, as llama.cpp woul
 
 import importlib.util
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import torch
 from transformers import (
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from common.base.errors import BadInputError
+from common.data.answer_ends import Stops, saved_stops
 from common.data.templates import begins_by_itself
 
 if TYPE_CHECKING:
@@ -69,17 +72,20 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
     """
     if importlib.util.find_spec("gguf") is None:
         raise BadInputError("The package gguf is not installed: `python3 install.py gguf`.")
-    if file.exists():
+    if os.path.lexists(file):
         raise BadInputError(f"{file} exists already: name another --output.")
     from gguf import GGUFWriter  # here: an extra
 
-    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     family, pre_tokenizer = check_family(config), check_tokenizer(tokenizer)
-    unfinished = file.with_suffix(".unfinished")
+    unfinished = file.with_name(f".{file.name}.{uuid4().hex}")
     writer = GGUFWriter(unfinished, family.architecture, use_temp_file=True)  # else it holds all weights until the end
     add_shape(writer, config, weight_type)
-    add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size)
-    add_weights(writer, AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), family, weight_type)
+    add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size, saved_stops(folder, tokenizer))
+    how = {"dtype": "auto", "attn_implementation": "eager", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(folder, **how)
+    add_weights(writer, model, family, weight_type)
     file.parent.mkdir(parents=True, exist_ok=True)  # now that nothing is refused any more
     try:
         writer.write_header_to_file()
@@ -163,9 +169,13 @@ def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) 
 
 
 def add_tokenizer(
-    writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, vocabulary_size: int
+    writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, vocabulary_size: int, stops: Stops
 ) -> None:
-    """Add tokens, merges, special tokens and the chat template; embeddings without a token get a name of their own."""
+    """Add tokens, merges, special tokens and chat templates; embeddings without a token get a name of their own.
+
+    llama.cpp stops at the ends of a text, a turn and a message alike: these are the first three tokens of `stops`. A
+    text cannot be written.
+    """
     from gguf import TokenType
 
     added = tokenizer.added_tokens_decoder
@@ -182,13 +192,23 @@ def add_tokenizer(
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     for add, number in (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
-        (writer.add_eos_token_id, tokenizer.eos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
     ):
         if number is not None:
             add(number)
+    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, number in zip(ends, stops.token_ids, strict=False):
+        add(number)
+    for text in stops.texts:
+        print(
+            f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
+        )
     writer.add_add_bos_token(begins_by_itself(tokenizer))
-    writer.add_chat_template(without_marks(tokenizer.chat_template))
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in templates.items()])
+    else:
+        writer.add_chat_template(without_marks(templates))
 
 
 def without_marks(template: str) -> str:

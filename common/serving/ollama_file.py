@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
+from common.data.answer_ends import check_named_templates, saved_stops
 from common.data.templates import begins_by_itself
 from common.serving.gguf_file import export_gguf
 
@@ -73,19 +73,34 @@ def go_text(text: str) -> str:
     return f"{{{{- {kept} -}}}}"
 
 
+def modelfile_text(text: str) -> str:
+    """Return a text as a Modelfile writes a value, which ends at the first triple quote before a line break.
+
+    Raises:
+        BadInputError: it has what a value cannot hold, or would end one.
+    """
+    if '"""' in text or not text.isprintable():
+        raise BadInputError(
+            f"Answers end with {text!r}, whose quotes, line breaks or other characters no Modelfile can hold: "
+            f"{INSTEAD}."
+        )
+    return f'"""{text}"""'
+
+
 def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
 
     Raises:
         BadInputError: the chat template does what no template of Ollama can, or see `export_gguf`.
     """
-    tokenizer, name = AutoTokenizer.from_pretrained(model), f"model-{weight_type}.gguf"
+    tokenizer, name = AutoTokenizer.from_pretrained(model, trust_remote_code=False), f"model-{weight_type}.gguf"
     affixes = affixes_of(tokenizer)
-    stops = dict.fromkeys(filter(None, (affixes.after["assistant"].strip(), tokenizer.eos_token)))
+    stops = saved_stops(model, tokenizer)
+    stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])
     lines = [
         f"FROM ./{name}",
-        f'TEMPLATE """{affixes.go_template()}"""',
-        *(f'PARAMETER stop """{stop}"""' for stop in stops),
+        f'TEMPLATE """{affixes.go_template()}"""',  # of Go strings, in which quotes are escaped
+        *(f"PARAMETER stop {modelfile_text(text)}" for text in stop_texts),
         "# as the answers of the run's scores: the likeliest token each time, whether it was said before or not",
         "PARAMETER temperature 0",
         "PARAMETER repeat_penalty 1",
@@ -103,7 +118,8 @@ def affixes_of(tokenizer: PreTrainedTokenizerBase) -> Affixes:
     Raises:
         BadInputError: it also changes messages, writes some of them otherwise, or writes the day.
     """
-    if "strftime_now" in tokenizer.chat_template:
+    check_named_templates(tokenizer, tokenizer.name_or_path)
+    if "strftime_now" in tokenizer.get_chat_template():
         raise BadInputError(f"The chat template writes the day it is used on, which is not done for Ollama: {INSTEAD}.")
     affixes = _read_off(tokenizer)
     for (what, content), has_system, turns in product(CONTENTS.items(), (False, True), (1, 3)):
@@ -124,11 +140,9 @@ def text_of(messages: list[Message], tokenizer: PreTrainedTokenizerBase, answer_
     Raises:
         BadInputError: the template does not take these turns, or leaves out the begin token.
     """
-    try:
+    roles = ", ".join(message["role"] for message in messages)
+    with reading(f"A conversation of {roles}, as the chat template writes it,", f"{INSTEAD.capitalize()}."):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise BadInputError(f"The chat template does not take the turns {roles} ({error}): {INSTEAD}.") from None
     if not begins_by_itself(tokenizer):
         return text
     if not text.startswith(tokenizer.bos_token):

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from peft.utils import CONFIG_NAME
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, closest
+from common.base.errors import BadInputError, closest, reading
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.architectures import is_hub_id
 from common.planning.device_maps import whole_model_on
-from common.records.store import RECORD_NAME, Record, load_record
+from common.records.store import RECORD_NAME, Record, load_whole_record
+
+PLAIN_MODULE = "megatron.core"  # which PEFT writes into the settings of each LoRA adapter, and never imports for one
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         BadInputError: there is no such run, or several, or it did not end well, or it does not chat.
     """
     folder = _find_folder(name)
-    record = load_record(folder / RECORD_NAME)
+    record = load_whole_record(folder / RECORD_NAME)
     if record["status"] != "completed":
         raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
     run = RunConfig.of_record(record["config"])
@@ -123,6 +126,7 @@ def load_models(tuned: TunedRun) -> TunedModels:
         model = load_base_model(replace(run, weights="pretrained"), device, source=tuned.whole_model)
         return TunedModels(base, model, nullcontext, tokenizer)
     adapter = tuned.folder / "adapter"
+    check_adapter(adapter)
     try:
         model = PeftModel.from_pretrained(base, adapter).eval()
     except (RuntimeError, ValueError):  # of other shapes, or with layers that the base lacks
@@ -133,6 +137,25 @@ def load_models(tuned: TunedRun) -> TunedModels:
             f"trained on {tuned.recorded_base}{_shape(of_run)}; pass --base with the folder where that is now."
         ) from None
     return TunedModels(model, model, model.disable_adapter, tokenizer)
+
+
+def check_adapter(adapter: Path) -> None:
+    """Refuse an adapter of another kind than runs make, or that has PEFT import a module, which is code.
+
+    Raises:
+        BadInputError: with the setting; or its settings cannot be read.
+    """
+    again = "Repeat the run, or take the adapter as it was saved."
+    with reading(f"{CONFIG_NAME} of {adapter}", again):
+        settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
+    if settings.get("peft_type") != "LORA":
+        raise BadInputError(f"{adapter} is of the kind {settings.get('peft_type')!r}, and runs make LORA: {again}")
+    module = settings.get("megatron_core") or PLAIN_MODULE
+    if settings.get("megatron_config") or module != PLAIN_MODULE:
+        raise BadInputError(
+            f"{CONFIG_NAME} of {adapter} has PEFT import the module {module} (megatron_core, megatron_config), and no "
+            f"code of others is run: {again}"
+        )
 
 
 def _check_base(tuned: TunedRun) -> None:

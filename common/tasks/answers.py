@@ -22,12 +22,14 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
+from common.data.answer_ends import stops_of_model
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
 from common.data.plain_texts import is_plain
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.templates import prompt_ids
+from common.models.loading import longest_readable
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
@@ -125,13 +127,14 @@ class Judge:
         if not any(texts):
             return torch.zeros(len(texts), self.model.config.get_text_config().hidden_size, device=self.model.device)
         is_encoder = self.name == "minilm"
+        longest = MAX_TOKENS if is_encoder else longest_readable(self.model.config)  # a reference may be longer
         batch = self.tokenizer(
             texts,
             padding=True,
             padding_side="right",
             add_special_tokens=is_encoder,
-            truncation=is_encoder,
-            max_length=MAX_TOKENS if is_encoder else None,
+            truncation=longest is not None,
+            max_length=longest,
             return_tensors="pt",
         ).to(self.model.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -162,8 +165,8 @@ def independent_judges(run: RunConfig, device: str) -> list[Judge]:
         return []
     check_independent_judge(run)
     folder = minilm_folder()
-    model = AutoModel.from_pretrained(folder, device_map={"": device})
-    return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder))]
+    model = AutoModel.from_pretrained(folder, device_map={"": device}, trust_remote_code=False)
+    return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False))]
 
 
 @dataclass(frozen=True)
@@ -317,10 +320,9 @@ def generate_answers(
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     if "picture" in rows[0]:
         batch.update(pixels_of([row["picture"] for row in rows], tokenizer, picture_noise))
+    stops = stops_of_model(tokenizer, model)
     generated = model.generate(
-        **batch.to(model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
+        **batch.to(model.device), max_new_tokens=max_new_tokens, do_sample=False, **stops.settings(tokenizer)
     )
-    return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return list(map(stops.cut, answers))

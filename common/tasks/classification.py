@@ -5,6 +5,7 @@ class weighing the same however rare it is; its interval is a percentile bootstr
 other rows of the same kind would give (95 %), not what another seed would.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTok
 
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import tokens_of
+from common.data.texts import MOST_LABELS
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective, step_loss
 from common.tasks.predictions import predict_rows, report_predictions
@@ -75,15 +77,18 @@ class Classified:
         return f"accuracy {accuracy:.4f} ({low:.3f} to {high:.3f}), macro-F1 {f1:.3f}"
 
     def summary(self) -> dict[str, object]:
-        """Return the metrics for the record."""
+        """Return the metrics for the record; of many labels the matrix has those that most rows mean."""
+        commonest = sorted(number for number, _ in Counter(self.meant).most_common(MOST_LABELS))
+        shown = commonest if len(self.labels) > MOST_LABELS else list(range(len(self.labels)))
         return {
             "accuracy": float(accuracy_score(self.meant, self.found)),
             "accuracy_interval": accuracy_interval(self.found, self.meant),
             "macro_f1": macro_f1(self.found, self.meant),
             "macro_f1_interval": macro_f1_interval(self.found, self.meant),
             "rows": len(self.meant),
-            "labels": list(self.labels),
-            "confusion": confusion_matrix(self.meant, self.found, labels=range(len(self.labels))).tolist(),
+            "classes": len(self.labels),
+            "labels": [self.labels[number] for number in shown],
+            "confusion": confusion_matrix(self.meant, self.found, labels=shown).tolist(),
         }
 
     def lines(self, rows: list[Row]) -> list[dict[str, object]]:

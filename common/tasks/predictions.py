@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from common.base.inert import csv_cell
 from common.models.answering import sharing_of
 from common.models.shards import tensors_of
 from common.runtime.recorder import RunRecorder
@@ -52,8 +53,11 @@ def predict_rows(
 
 
 def report_predictions(log: RunRecorder, when: str, rows: list[dict[str, object]], quality: object) -> None:
-    """Write predictions_`when`.csv, with one line for each of `rows`, and print the `quality`; on rank 0 only."""
+    """Write predictions_`when`.csv, with one line for each of `rows`, and print the `quality`; on rank 0 only.
+
+    `common.tasks.samples.predictions` reads the file.
+    """
     if log.rank.is_main:
-        table = pd.DataFrame(rows, dtype=object)
+        table = pd.DataFrame(rows, dtype=object).map(csv_cell)
         table.to_csv(log.folder / f"predictions_{when}.csv", index=False, lineterminator="\r\n")
         print(f"{title_of(when)}: {quality}")

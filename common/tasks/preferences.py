@@ -28,7 +28,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from common.base.run_config import RunConfig
 from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
-from common.data.rows import IGNORED_LABEL, Row, Tokens, tokens_in
+from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, tokens_in
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
@@ -298,7 +298,7 @@ def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> Scored
         "row": number,
         "question": question_of(row),
         "chosen": answer_of(row),
-        "rejected": row["rejected"][0]["content"],
+        "rejected": said_in(row["rejected"][0]),
         "answer": answer,
         "facts": len(row.get("facts", [])),
         "facts_said": facts_in(answer, row),

@@ -5,6 +5,8 @@ from textwrap import shorten
 
 import pandas as pd
 
+from common.base.inert import csv_text, printable
+
 PREDICTED = {
     "reference": ("question", "answer"),
     "chosen": ("question", "answer"),
@@ -41,11 +43,11 @@ def predictions(folder: Path) -> dict[str, pd.DataFrame]:
     """Return what a run predicted, as text: `before` training, which a run without a baseline has not, and `after`."""
     files = {when: folder / f"predictions_{when}.csv" for when in ("before", "after")}
     return {
-        when: pd.read_csv(file, dtype=str, keep_default_na=False)
+        when: pd.read_csv(file, dtype=str, keep_default_na=False).map(csv_text)
         for when, file in files.items()
         if when == "after" or file.exists()
     }
 
 
 def _short(text: str) -> str:
-    return shorten(text, CHARACTERS, placeholder=" ...") or "(nothing)"
+    return shorten(printable(text), CHARACTERS, placeholder=" ...") or "(nothing)"

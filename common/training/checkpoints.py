@@ -13,19 +13,24 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object, wait_for_everyone
 
 from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
-from common.base.run_config import LAST, RunConfig
+from common.base.run_config import BAD, LAST, RunConfig
 from common.base.specs import PARALLELISMS
+from common.data.rows import Splits
 from common.hardware.devices import GIB
 from common.records.store import default_run_name
+from common.runtime.disks import places_aside
 from common.runtime.faults import fault_at
+from common.runtime.machines import digest_of_model, digest_of_rows
 from common.runtime.watch import reached
 from common.training.digests import Digests, collecting_digests, digest_of, flush_file
+from common.training.strategy import trainer_takes_steps
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 """The name of a checkpoint's folder, as Transformers gives it: with the optimizer steps that were taken."""
@@ -34,8 +39,6 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "trainer_state.json"
 PARTIAL, GOING = ".partial", ".going"
 """Folders beside the checkpoints: of one that is being written, and of those that are being removed."""
-BAD = ".bad"
-"""What is added to the name of a checkpoint that is not as it was written."""
 SPARE_BYTES = 2**20
 HOLDS, BEST = "holds", "best"
 """Of what a checkpoint says: `FULL_STATE` or `WEIGHTS`; and the best step so far, 0 where there is none."""
@@ -126,8 +129,10 @@ class UnfinishedCheckpoint:
         fault_at("flushed", self.step)
         write_manifest(self.partial, self.about, known)
         fault_at("listed", self.step)
-        if self.folder.exists():  # of the same step, from an earlier start
+        if _is_listed(self.folder):  # of the same step, from an earlier start
             remove([self.folder])
+        elif self.folder.exists():
+            _set_aside(self.folder)
         self.partial.rename(self.folder)
         flush_file(self.folder.parent)
         fault_at("renamed", self.step)
@@ -216,7 +221,7 @@ def _has_full_state(folder: Path) -> bool:
 
 def rotate(checkpoints: Path, keep: set[str]) -> None:
     """Remove every checkpoint but those named `keep`."""
-    remove([folder for folder in found_in(checkpoints) if folder.name not in keep])
+    remove([folder for folder in found_in(checkpoints) if folder.name not in keep and _is_listed(folder)])
     fault_at("rotated", max((steps_at(checkpoints / name) for name in keep), default=0))
 
 
@@ -337,23 +342,55 @@ def newest_whole(checkpoints: Path) -> Path | None:
             verify(folder)
         except DamagedCheckpointError as damage:
             print(f"WARNING: {damage}")
-            aside = folder.with_name(folder.name + BAD)
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            print(f"It is kept as {aside.name}; the one before is tried.")
+            print(f"It is kept as {_set_aside(folder).name}; the one before is tried.")
         else:
             return folder
     return None
+
+
+def _is_listed(folder: Path) -> bool:
+    """Return whether a checkpoint was written here: others of such a name are the user's."""
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a checkpoint that is not as it was written, and return it; only another such one makes way for it."""
+    aside = next(place for place in places_aside(folder, BAD) if _is_listed(place) or not place.exists())
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 # -- what a run can resume from
 
 
 GROUPED = "group_by_length"
+KEPT = (
+    "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
+    "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
+    "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
+)  # fmt: skip
+"""Settings that a resumed run has as the checkpoint's; what other settings ask for is told by rows, ranks and steps, or
+may change: how long, how far, when to report and save, and by which kernels."""
+BY_MEASUREMENT = ("reduce_lr_on_plateau", "greedy")
+"""Schedules whose learning rate follows from what was measured, and cannot be set anew in between."""
+TRAINERS_FILE, LOOPS_FOLDER = "optimizer.pt", "shards/"
+"""By which checkpoints of the Trainer and of the written-out loop are told apart, of one device or of DDP."""
 
 
-def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
-    """Return what a checkpoint says of its run, which a resumed run must share; `rows`: to train on."""
+def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what a checkpoint says of its run, which a resumed run must share, but for its steps and learning rate.
+
+    Args:
+        run: As it trains.
+        rows: To train on.
+        data: What `digests_of` returns of its rows; None = they are not known.
+    """
+    settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
+    settings["target_modules"] = ",".join(sorted(run.target_modules.split(",")))
+    if run.goal.summarizes:
+        settings["partitions"] = run.partition_count
+    if run.parallelism.pipelines:
+        settings["device_map"] = run.device_map
     return {
         "technique": "lora" if run.method.has_adapters else "full",  # `lora` stands for any adapters
         "parallel": run.parallel,
@@ -363,13 +400,24 @@ def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
         "rows": rows,
         "seed": run.seed,
         "order": GROUPED if run.groups_by_length else "random",
+        "settings": settings,
+        "data": dict(data or {}),
+        "model": f"random weights of {run.model}" if run.weights == "random" else digest_of_model(run),
+        "steps": run.total_steps(rows),
+        "peak_learning_rate": run.peak_learning_rate,
     }
 
 
-def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
+def digests_of(splits: Splits) -> dict[str, str]:
+    """Return how many rows a run learns from and chooses by, with digests of these in their order."""
+    parts = {"training": splits.train, "validation": splits.validation}
+    return {name: f"{len(rows):,} rows, digest {digest_of_rows(rows)}" for name, rows in parts.items()}
+
+
+def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str, str] | None = None) -> None:
     """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
 
-    `rows`: to train on.
+    `rows`, `data`: as for `about_run`.
 
     Raises:
         BadInputError: see `check_resumable`; or nothing is left to train, or this run would move its folder away.
@@ -379,11 +427,10 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     if run.resume_from_checkpoint == LAST:
         # a damaged one is named, and kept aside, when training begins
         for newest in list(filter(_has_full_state, found_in(own / "checkpoints")))[:1]:
-            _check_listed(newest, run, rows)
+            _check_listed(newest, run, rows, data)
         return
     folder = Path(run.resume_from_checkpoint).expanduser()
-    _check_listed(folder, run, rows)
-    steps = run.total_steps(rows)
+    steps = run.total_steps(_check_listed(folder, run, rows, data))
     if steps_at(folder) >= steps:
         raise BadInputError(
             f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has "
@@ -396,22 +443,45 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
         )
 
 
-def _check_listed(folder: Path, run: RunConfig, rows: int) -> None:
+def _check_listed(folder: Path, run: RunConfig, rows: int, data: Mapping[str, str] | None) -> int:
+    """Refuse what cannot be resumed, and return how many rows are trained on: rows may be left out, or divided."""
     about = read_manifest(folder)["about"]
-    check_resumable(run, about["rows"] if run.max_truncated_fraction else rows, folder, about)
+    known = run.max_truncated_fraction or (data and about.get("data"))
+    rows = about["rows"] if known else rows
+    check_resumable(run, rows, folder, about, data, trainer_takes_steps(run))
+    return rows
 
 
-def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> None:
+def check_resumable(
+    run: RunConfig,
+    rows: int,
+    folder: Path,
+    about: Mapping[str, Any],
+    data: Mapping[str, str] | None = None,
+    by_trainer: bool | None = None,
+) -> None:
     """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
+
+    What an older checkpoint does not say is not compared. `by_trainer`: whether the Trainer takes the steps, and reads
+    its own files; None = whatever files there are.
 
     Raises:
         BadInputError: what it is of, and what the run is.
     """
-    own, changed = about_run(run, rows), "make them equal, or rows would be skipped or repeated"
+    own = about_run(run, rows, data)
+    about = {"order": GROUPED, **about}  # the only one that older checkpoints had
+    form = () if by_trainer is None or run.loop != "trainer" else _of_another_form(folder, by_trainer)
+    reasons = chain(_of_another_kind(run, own, about), form, _of_other_settings(own, about))
+    for reason in reasons:
+        raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
+
+
+def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a checkpoint's parts or rows are not this run's."""
+    changed = "make them equal, or rows would be skipped or repeated"
     parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
     are_whole = all(each.is_single or each.replicates for each in parallelisms)
-    about = {"order": GROUPED, **about}  # the only one that older checkpoints had
-    differs = {name: about[name] != value for name, value in own.items()}
+    differs = {name: about[name] != own[name] for name in own if name in about}
     problems = [
         (
             about.get(HOLDS) == WEIGHTS,
@@ -441,7 +511,7 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
             f"(per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
             f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): {changed}",
         ),
-        (differs["rows"], f"with {about['rows']} training rows, but this run has {rows}: {changed}"),
+        (differs["rows"], f"with {about['rows']} training rows, but this run has {own['rows']}: {changed}"),
         (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
         (
             differs["order"],
@@ -449,6 +519,56 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
             f"--train_sampling_strategy {about['order']}",
         ),
     ]
-    for is_one, problem in problems:
-        if is_one:
-            raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {problem}.")
+    yield from (problem for is_one, problem in problems if is_one)
+
+
+def _of_another_form(folder: Path, by_trainer: bool) -> Iterator[str]:
+    """Yield why a checkpoint of one device or of DDP cannot be read: the Trainer's and the loop's have other files."""
+    files = read_manifest(folder)["files"]
+    if by_trainer and any(name.startswith(LOOPS_FOLDER) for name in files):
+        yield "that a written-out loop wrote, but this workflow has the Trainer: resume it where it was, in 2.6"
+    if not by_trainer and TRAINERS_FILE in files:
+        yield "that the Trainer wrote, but this workflow has a written-out loop: resume it where it was, say in 2.2"
+
+
+def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in what a checkpoint's run differs from this one, which goes on from it as the same run."""
+    anew = "leave --resume_from_checkpoint out to begin anew"
+    settings = own["settings"]
+    for name, was in about.get("settings", {}).items():
+        if name in settings and settings[name] != was:
+            yield f"with {name} {was}, but this run's is {settings[name]}: pass --{name} {was}, or {anew}"
+    if about.get("model", own["model"]) != own["model"]:
+        yield (
+            f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
+            f"it was trained on, or {anew}"
+        )
+    for split, digest in about.get("data", {}).items():
+        if own["data"].get(split, digest) != digest:
+            yield (
+                f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
+                f"rows in the same order, or {anew}"
+            )
+    rates = [each["peak_learning_rate"] for each in ({**own, **about}, own)]
+    schedule = settings["lr_scheduler_type"]
+    if rates[0] != rates[1] and schedule in BY_MEASUREMENT:
+        yield (
+            f"with the learning rate {rates[0]:g}, but this run's is {rates[1]:g}, and the schedule {schedule} sets it "
+            f"by what was measured: pass the rate as it was, or {anew}"
+        )
+
+
+def say_changes(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> list[str]:
+    """Return lines of what a run that resumes does otherwise than before, or what could not be compared."""
+    if "settings" not in about:
+        return [f"note: {folder.name} is of an older version, and does not say its settings and rows: compare them"]
+    step, rate, steps = steps_at(folder), run.peak_learning_rate, run.total_steps(rows)
+    lines = []
+    if about["peak_learning_rate"] != rate:
+        lines.append(f"note: the peak learning rate is {rate:g} from here, and was {about['peak_learning_rate']:g}")
+    if about["steps"] != steps and not run.lr_scheduler_type.startswith("constant"):
+        lines.append(
+            f"note: after step {step} the schedule {run.lr_scheduler_type} goes on as over {steps} steps; before, it "
+            f"was over {about['steps']}"
+        )
+    return lines

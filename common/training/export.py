@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
+from common.data.answer_ends import save_stops
 from common.data.batches import within_budget
 from common.data.messages import first_tokens
 from common.data.row_checks import say_once
@@ -80,6 +81,8 @@ def save_and_reload(
     if log.rank.is_main:
         for each in saved:
             save_tokenizer(tokenizer, each)
+            if run.goal.converses:
+                save_stops(each, tokenizer, getattr(trainer.model, "generation_config", None))
     wait_for_everyone()
     for each in saved:
         broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)

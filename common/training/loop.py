@@ -51,6 +51,8 @@ class LoopTrainer(AuditedTrainer):
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
     """
 
+    is_written_out = True
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rank = self.strategy.rank
@@ -201,7 +203,7 @@ class LoopTrainer(AuditedTrainer):
         rows, ranks = self.eval_dataset, self.batches.world_size
         size = self.args.per_device_eval_batch_size * ranks
         shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
-        return [self.collated(share or [without_labels(rows[0])]) for share in shares]
+        return [self.collated(list(share) or [without_labels(rows[0])]) for share in shares]  # they may be on disk
 
     # -- checkpoints
 

@@ -36,11 +36,16 @@ class PipelineParallel(Strategy):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that the closed form knows the model's layers.
+        """Check that the closed form knows the model's layers, and that adapters stand beside these alone.
 
         Raises:
-            BadInputError: with the kinds of which it is.
+            BadInputError: with the kinds that it knows, or the head.
         """
+        if run.method.has_adapters and any(name.endswith("lm_head") for name in run.target_names):
+            raise BadInputError(
+                f"target_modules is {run.target_modules}, but a pipeline's head, which the last stage alone has, takes "
+                "no adapter: leave lm_head out."
+            )
         try:
             read_architecture(run.model, run.model_revision)
         except UnknownArchitectureError as unknown:

@@ -19,6 +19,7 @@ from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
 from common.models.stages import StageMap, stage_of
+from common.models.trained_weights import layers_called
 from common.planning.architectures import Architecture, is_known_architecture
 from common.planning.device_maps import (
     balanced_shares,
@@ -190,12 +191,17 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
     def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
         """Return the tokens of a few rows, among them the longest: tokens grow with characters."""
         few = heapq.nlargest(4 * count, rows, key=lambda row: sum(map(len, texts_of(row))))
+        if run.max_truncated_fraction:  # a share of all rows, of which the longest are no sample
+            few = rows
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
     evaluation = evaluation_of_rows(run, longest(splits.validation, run.rows_evaluated_at_once))
     if run.parallelism.splits_layers:
-        plan = place_stages(run, batch, gpu, evaluation).plan
+        placement = place_stages(run, batch, gpu, evaluation)
+        plan = placement.plan
+        if run.parallelism.pipelines:
+            check_stages_train(run, placement.stage_map)
     else:
         plan = None
         with suppress(BadInputError):
@@ -204,6 +210,25 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         check_fits(plan)
         check_host(plan, psutil.virtual_memory().available)
     return with_rows_at_once(run, plan)
+
+
+def check_stages_train(run: RunConfig, stage_map: StageMap) -> None:
+    """Refuse a pipeline of which a stage has no layer to train: each has an optimizer of its own.
+
+    Raises:
+        BadInputError: with the stage, and the names that it lacks.
+    """
+    if run.target_modules in ("all", "all-linear"):
+        return
+    layers = layers_called(model_without_weights(run), run.target_modules)
+    for stage in range(run.stage_count):
+        own = [f".{name}" for name in layers if stage_of(name, stage_map) == stage]
+        lacking = [target for target in run.target_names if not any(name.endswith(f".{target}") for name in own)]
+        if lacking and not (run.method.has_adapters and own):
+            raise BadInputError(
+                f"target_modules is {run.target_modules}, but stage {stage} has no layer called {', '.join(lacking)}: "
+                "every stage of a pipeline needs layers to train; pass names of layers that all have, such as q_proj."
+            )
 
 
 def with_rows_at_once(run: RunConfig, plan: Plan | None) -> RunConfig:
@@ -230,8 +255,10 @@ def check_fits(plan: Plan) -> None:
         if plan.highest_likely.likely_share > 1 + PLAN_TOLERANCE:
             raise BadInputError(f"This run cannot fit: {phase_that_is_too_large(plan)}.")
         return
-    fits = plan.max_batch_size
-    remedy = f"pass --batch_size {fits}" if fits else "not even one row would fit: use more or larger devices"
+    fits, parts = plan.max_batch_size, plan.job.micro_batches
+    fewest = f"{parts} rows, one for each of {parts} micro-batches," if parts > 1 else "one row"
+    fewer = ", fewer micro-batches of fewer rows" if parts > 1 else ""
+    remedy = f"pass --batch_size {fits}" if fits else f"not even {fewest} would fit: use more or larger devices{fewer}"
     raise BadInputError(
         f"A batch of {plan.job.batch.rows} rows of {plan.job.batch.length} tokens cannot fit: device {plan.tightest} "
         f"would need {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB: {remedy}."

@@ -42,7 +42,7 @@ class PairedModel(WholeModel):
         Raises:
             BadInputError: with the setting.
         """
-        if run.method.has_adapters and "lm_head" in run.target_modules.split(","):
+        if run.method.has_adapters and "lm_head" in run.target_names:
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but TRL's loss reads the head's own weights without its "
                 "adapter: leave lm_head out."

@@ -118,7 +118,9 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
         "saves": trainer.saves.for_record(),
-        **speed_figures(trainer, run, tokens / (train_time_s - reporting_s), log.gpu()),
+        **speed_figures(
+            trainer, run, tokens / (train_time_s - reporting_s), log.gpu() if run.device == "cuda" else None
+        ),
         **trainer.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],

@@ -1,4 +1,4 @@
-"""Reading shards without running what a stranger may have put into them: DCP unpickles whatever it finds."""
+"""Reading checkpoints without running what a stranger may have put in: DCP and DeepSpeed unpickle what they find."""
 
 import io
 import pickle
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, m
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, RunStoppedError, reading
 
 ALLOWED = {
     "torch": ("Size",),
@@ -64,3 +64,21 @@ class SafePlanner(DefaultLoadPlanner):
         torch.load(value, weights_only=True)
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+def load_zero_state(path: str, map_location: Any = None) -> Any:
+    """Return what a file of DeepSpeed's checkpoint holds; its engine takes this in place of its own reader.
+
+    Raises:
+        RunStoppedError: it cannot be read, or has something in it that could run.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # here: other runs need none
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    known = torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+    try:
+        with reading(path, "Code in it is not run: resume from another checkpoint."), known:
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except BadInputError as refusal:  # perhaps on this rank alone, which has to say it itself
+        raise RunStoppedError(str(refusal)) from refusal

@@ -31,7 +31,9 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of
 from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.loading import load_base_model, next_token_logits
@@ -521,3 +523,12 @@ def whole_model_to_train(run: RunConfig, device_map: dict[str, str | int]) -> Mo
 def strategy_class(run: RunConfig) -> type[Strategy]:
     """Return the class that the run's parallelism names, or else its task."""
     return resolve_name(run.parallelism.strategy or run.goal.strategy)
+
+
+def trainer_takes_steps(run: RunConfig) -> bool:
+    """Return whether Transformers' Trainer takes the steps of a run's workflow; else a written-out loop does.
+
+    A folder that shards has one loop for all that it does, DDP included.
+    """
+    shards = run.run_folder and literal_of(REPOSITORY / run.run_folder).is_sharded
+    return not (strategy_class(run).takes_steps or (run.parallelism.replicates and shards))

@@ -24,6 +24,7 @@ from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -79,6 +80,7 @@ from common.training.checkpoints import (
     newest_whole,
     read_manifest,
     rotate,
+    say_changes,
     steps_at,
     to_keep,
     verify_once,
@@ -86,6 +88,7 @@ from common.training.checkpoints import (
 from common.training.ddp import ddp_settings
 from common.training.digests import begin_hashing, begin_writing
 from common.training.known_padding import padding_known
+from common.training.optimizers import optimizer_settings
 from common.training.placement import evaluation_of_rows
 from common.training.saves import (
     LITTLE_BYTES,
@@ -107,6 +110,7 @@ class CheckpointedTrainer(Trainer):
     Attributes:
         divides: Whether ranks hold parts of what is trained, and write them.
         copies: How many ranks hold each part, of which one writes it (hybrid sharding).
+        is_written_out: Whether a loop of our own takes the steps, and not the Trainer.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         resume_checkpoint: The checkpoint that `train` resumes from.
         about: What this run's checkpoints say of it.
@@ -119,7 +123,7 @@ class CheckpointedTrainer(Trainer):
         saves_in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
 
-    divides, copies = False, 1
+    divides, copies, is_written_out = False, 1, False
 
     def __init__(self, **kwargs: Any) -> None:
         """Start at the beginning, until `find_start` finds a checkpoint."""
@@ -326,7 +330,10 @@ class CheckpointedTrainer(Trainer):
         if folder is None:
             return
         about = verify_once(folder, self.args.process_index == 0)
-        check_resumable(log.run, self.about["rows"], folder, about)
+        rows, data = self.about["rows"], self.about["data"]
+        check_resumable(log.run, rows, folder, about, data, by_trainer=not self.is_written_out)
+        for line in say_changes(log.run, rows, folder, about) if self.args.process_index == 0 else ():
+            print(line)
         self._check_random_numbers(folder, about["ranks"])
         self.resume_checkpoint, self.first_step = folder, steps_at(folder)
 
@@ -404,6 +411,17 @@ class CheckpointedTrainer(Trainer):
         early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for each, patience in zip(early_stops, patiences, strict=True):
             each.early_stopping_patience = patience
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load both; but the learning rate is this run's own, as in the loop that is written out."""
+        own = list(getattr(self.lr_scheduler, "base_lrs", []))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = self.lr_scheduler
+        if checkpoint and isinstance(schedule, LambdaLR):  # of others a changed rate was refused
+            now = [rate * factor(schedule.last_epoch) for rate, factor in zip(own, schedule.lr_lambdas, strict=True)]
+            schedule.base_lrs, schedule._last_lr = own, now
+            for group, rate, rate_now in zip(schedule.optimizer.param_groups, own, now, strict=True):
+                group["initial_lr"], group["lr"] = rate, rate_now
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with silent("transformers.trainer"):  # it warns of embeddings that stand there once, as they are tied
@@ -642,11 +660,6 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         num_train_epochs=run.num_train_epochs,
         max_steps=run.max_steps,
-        learning_rate=run.peak_learning_rate,
-        lr_scheduler_type=run.lr_scheduler_type,
-        warmup_steps=run.warmup_steps,
-        optim=run.optim,
-        weight_decay=run.weight_decay,
         max_grad_norm=run.max_grad_norm,
         gradient_checkpointing=run.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
@@ -672,6 +685,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         report_to=run.report_to.split(","),
         disable_tqdm=True,
         seed=run.seed,
+        **optimizer_settings(run),
         **trainer_class.own_arguments(run),
     )
     # the Trainer takes every GPU that it sees into `DataParallel`, or multiplies the loss by their number; reading
@@ -720,7 +734,7 @@ def make_trainer(
     trainer.add_callback(trainer.schedule)  # after the strategy's, which count what ranks send
     check_precision(trainer, run)
     log.step = lambda: trainer.state.global_step
-    trainer.about = about_run(run, len(train))
+    trainer.about = about_run(run, len(train), log.row_digests)
     plan_saves(trainer, run.total_steps(len(train)), log)
     trainer.find_start(log)
     return trainer

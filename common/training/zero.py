@@ -29,6 +29,7 @@ from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import weights_in_files
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.digests import begin_hashing
+from common.training.safe_loading import load_zero_state
 from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_share, optimizer_bytes
 
@@ -158,6 +159,7 @@ class Zero(Strategy):
 
     def load(self, folder: Path) -> None:
         """Take back this rank's part."""
+        self.engine.checkpoint_engine.load = load_zero_state  # its own would run what a file says
         self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
 
     def load_weights(self, folder: Path) -> None:

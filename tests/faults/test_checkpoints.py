@@ -249,3 +249,29 @@ def test_a_hostile_pickle_runs_nowhere(tmp_path: Path, outcomes: object) -> None
     outcomes.keep(31, "all", "its canary does not run")
     pickle.loads((folder / ".metadata").read_bytes())
     assert canary.exists(), "the negative control: DCP's own reader would have run it"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_deepspeed")
+def test_a_resumed_zero_runs_nothing_that_a_checkpoint_says(start: Callable, tmp_path: Path, outcomes: object) -> None:
+    """DeepSpeed's own reader would: of weights, which every rank reads, and of each rank's states."""
+    zero, last = ("fsdp", "--parallel", "zero2"), ("--resume_from_checkpoint", "last")
+    canary = tmp_path / "canary"
+    assert start(*zero, fault="raise rank=1 step=4 point=batch").end(240) != 0
+    whole = tmp_path / "results" / "run" / "checkpoints" / "checkpoint-3"
+    shutil.copytree(whole, tmp_path / "kept")
+    (of_rank_1,) = (path.name for path in (whole / "zero").glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
+    for name in ("mp_rank_00_model_states.pt", of_rank_1):
+        about = verify(whole)
+        torch.save(Hostile(canary), whole / "zero" / name)
+        (whole / MANIFEST_FILE).unlink()
+        write_manifest(whole, about)
+        again = start(*zero, *last)
+        assert again.end(240) != 0
+        assert not canary.exists()
+        assert f"{name} cannot be read" in again.output
+        assert "resume from another checkpoint" in again.output
+        shutil.rmtree(whole)
+        shutil.copytree(tmp_path / "kept", whole)
+    assert start(*zero, *last).finish()["checkpoints"]["went_on_from"] == "checkpoint-3"
+    outcomes.keep(31, "all", "its canary does not run")

@@ -6,14 +6,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE
 from common.base.paths import REPOSITORY
-from common.runtime.launchers import stream_command, torchrun_command
+from common.runtime.launchers import KEEPS_NO_PORT, stream_command, torchrun_command
 from common.runtime.watch import HUNG_EXIT_CODE
 from common.training.checkpoints import MANIFEST_FILE, newest_whole, steps_at, verify
 from tests.faults.cases import STEPS, cases
@@ -254,6 +256,40 @@ def test_a_run_that_is_told_to_end_says_so_and_leaves_a_record(
     assert said in run.output
     assert "Traceback" not in run.output
     assert run.record["status"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("technique", "who"), [("single", "this run"), ("ddp", "this rank")])
+def test_a_run_whose_terminal_is_closed_says_so_and_leaves_a_record(start: Callable, technique: str, who: str) -> None:
+    """torchrun passes the signal on to its ranks."""
+    run = start(technique)
+    run.wait_for_checkpoint(1)
+    run.process.send_signal(signal.SIGHUP)
+    assert run.end(ENDED_S) != 0
+    assert f"error: {who} was told to end (SIGHUP)" in run.output
+    assert "--resume_from_checkpoint last" in run.output
+    assert run.record["status"] == "interrupted"
+    assert run.alive() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_own_start", [True, False], ids=["make run", "the pages' command"])
+def test_on_one_machine_ranks_and_torchrun_read_nothing_from_the_network(
+    start: Callable, monkeypatch: pytest.MonkeyPatch, is_own_start: bool
+) -> None:
+    """Whoever writes into torchrun's store has code run, and into the ranks' has them connect elsewhere."""
+    monkeypatch.setenv(KEEPS_NO_PORT, str(int(is_own_start)))
+    run = start("ddp", fault="hang rank=1 step=2 point=batch")
+    run.wait_for_checkpoint(1)
+    launcher = psutil.Process(run.process.pid)
+    processes = (launcher, *launcher.children(recursive=True))
+    found = [one for each in processes for one in each.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    to_network = [one.laddr.port for one in found if one.laddr.ip not in ("127.0.0.1", "::1")]
+    assert len(found) > len(to_network), "gloo's, on the loopback"
+    assert len(to_network) == (not is_own_start)
+    for port in to_network:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+        assert store.num_keys() <= 1, "none but its own"
 
 
 @pytest.mark.slow

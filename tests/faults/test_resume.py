@@ -121,8 +121,15 @@ def test_without_the_random_numbers_it_would_not(results_of: Callable) -> None:
             ("--batch_size", "4"),
             "of steps of 16 rows, but this run's have 8",
         ),
+        pytest.param(
+            35,
+            "refused by its name, before anything loads",
+            ("--lora_r", "4"),
+            "with lora_r 8, but this run's is 4",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["random numbers", "rows"],
+    ids=["random numbers", "rows", "settings"],
 )
 def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
     results_of: Callable, tmp_path: Path, outcomes: object, fault: int, outcome: str, more: tuple[str, ...], said: str

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.other import get_free_port
 
 from common.base.paths import REPOSITORY
-from common.runtime.machines import nodes_command
+from common.base.torchrun import nodes_command
 from common.runtime.virtual_hosts import namespaces, virtual_network
 from common.runtime.watch import SLOW_FACTOR
 from common.training.replicas import WEIGHTS_FILE

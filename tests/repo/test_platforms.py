@@ -18,6 +18,7 @@ from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
+from common.base.torchrun import nodes_command
 from tests.valohai_task import distributed_task
 
 YAML = REPOSITORY / "valohai.yaml"
@@ -116,7 +117,7 @@ def test_the_three_ways_are_steps_with_data_outputs_an_alias_and_the_run_folders
 @pytest.mark.parametrize(
     ("name", "launcher", "way"),
     [
-        ("train-torchrun", ["torchrun", "--standalone", "--nproc_per_node", "2"], "torchrun"),
+        ("train-torchrun", nodes_command(1, 2), "torchrun"),
         (
             "train-accelerator",
             ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml", "--num_processes", "2"],

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from common import report
@@ -12,6 +13,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.compare import Comparison, found_runs, labels_of, main, text_of
+from common.reporting.plots import plot_curves
 from common.reporting.rows import called
 from common.reporting.screen import fitted
 
@@ -177,3 +179,17 @@ def test_results_hide_failed_runs_unless_they_are_asked_for(
     cells = (lines["by MiniLM before"].split()[-1], lines["learning rate"].split()[-2:])
     assert cells == ("off", ["0.001", "0.025"])
     assert max(map(len, said().splitlines())) <= 120
+
+
+def test_a_picture_of_many_runs_can_be_read(run: Record) -> None:
+    runs = [copy.deepcopy(run) | {"run_name": f"run-{number:03}-of-a-sweep $\\frac$"} for number in range(100)]
+    for number, each in enumerate(runs):
+        each["validation_losses"] = [[step, loss + abs(number - 50)] for step, loss in each["validation_losses"]]
+    figure = plot_curves(runs, [each["run_name"] for each in runs])
+    figure.canvas.draw()
+    assert [axes.get_position().height > 0.5 and axes.get_position().width > 0.2 for axes in figure.axes] == [True] * 3
+    names = [entry.get_text() for legend in figure.legends for entry in legend.get_texts()]
+    assert 10 <= len(names) <= 30
+    assert any("run-050" in name for name in names), "the best one"
+    assert [len(axes.lines) for axes in figure.axes] == [100] * 3
+    plt.close(figure)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,18 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.base.command_line import ASKED_TO_END_EXIT_CODE, SPEAK_FIRST_S, refused_in_one_sentence
-from common.base.errors import AskedToEndError, is_full_disk, is_of_the_network, status_of
+from common.base.command_line import ASKED_TO_END_EXIT_CODE, FAULT, SPEAK_FIRST_S, refused_in_one_sentence
+from common.base.errors import (
+    END_SIGNALS,
+    AskedToEndError,
+    BadInputError,
+    is_full_disk,
+    is_of_the_network,
+    status_of,
+    told_later,
+    when_told_to_end,
+)
+from common.base.paths import is_embedded
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 
@@ -33,6 +44,17 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
         (DistNetworkError("Connection closed by peer"), True, "failed"),
         (DistStoreError("wait timeout"), True, "failed"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True, "failed"),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"), True, "failed"),
+        (RuntimeError("Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error"), True, "failed"),
+        (RuntimeError("weights of /data/igloo/model have another shape"), False, "failed"),
+        (RuntimeError("[/data/igloo/rows.py:3] no such row"), False, "failed"),
+        (OSError("[Errno 2] No such file or directory: '/home/me/gloo/transport/tcp/pair.cc:534]'"), False, "failed"),
+        (
+            BadInputError("3: '[../gloo/transport/tcp/pair.cc:534] Connection closed' has no answer"),
+            False,
+            "failed",
+        ),
+        (ValueError("backend gloo does not take bf16"), False, "failed"),
         (RuntimeError("expected scalar type Float"), False, "failed"),
         (torch.OutOfMemoryError("CUDA out of memory"), False, "oom"),
         (KeyboardInterrupt(), False, "interrupted"),
@@ -94,6 +116,9 @@ with ended_by_one_sentence():
 """
 
 
+OF_TWO = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 def catches_sigterm(process: int) -> bool:
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
     return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -107,7 +132,7 @@ def test_a_run_that_ends_as_it_was_asked_is_told_once_for_each_machine(local_ran
     """Whoever is told to end because another rank has gone says nothing more."""
     with subprocess.Popen(
         [sys.executable, "-c", ASKED],
-        env={**os.environ, "LOCAL_RANK": local_rank},
+        env={**os.environ, **OF_TWO, "RANK": local_rank, "LOCAL_RANK": local_rank},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -120,3 +145,49 @@ def test_a_run_that_ends_as_it_was_asked_is_told_once_for_each_machine(local_ran
             rank.terminate()
         assert rank.stderr.read() == said
     assert rank.returncode == code
+
+
+@pytest.fixture
+def usual_ends() -> Iterator[None]:
+    """Signals to end do what they do in a new process, whoever started this one (nohup has one ignored)."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_ends")
+@pytest.mark.parametrize("number", END_SIGNALS)
+def test_whatever_tells_a_process_to_end_waits_until_a_failure_is_recorded(number: signal.Signals) -> None:
+    heard = []
+    when_told_to_end(lambda number, _: heard.append(number))
+    with told_later():
+        signal.raise_signal(number)
+        assert not heard
+    assert heard == [number]
+
+
+@pytest.mark.usefixtures("usual_ends")
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As `nohup` has it: the terminal may be closed."""
+    heard = []
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    when_told_to_end(lambda number, _: heard.append(number))
+    with told_later():
+        signal.raise_signal(signal.SIGHUP)
+    when_told_to_end(signal.SIG_DFL)
+    signal.raise_signal(signal.SIGHUP)
+    assert not heard
+
+
+def test_a_fault_of_ours_is_reported_with_its_place_and_its_trace_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as left, refused_in_one_sentence():
+        is_embedded(3)
+    (file,) = tmp_path.iterdir()
+    assert FAULT in left.value.code
+    assert "common/base/paths.py, line " in left.value.code
+    assert str(file) in left.value.code
+    assert "TypeError" in file.read_text()

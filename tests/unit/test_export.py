@@ -38,7 +38,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(folder / part)
     scores = {"similarity_score": 0.5, "similarity_score_minilm": None, "facts_said_share": 0.125, "questions": 8}
     record = {
-        "schema_version": SCHEMA_VERSION, "status": "completed",
+        "schema_version": SCHEMA_VERSION, "status": "completed", "technique": "lora", "parallel": "single",
+        "run_name": "one", "launcher": "python", "started_at": "2026-11-01T00:00:00+00:00", "phases_s": {},
+        "environment": {"packages": {}, "devices": ["CPU"], "threads_per_rank": 1, "commit": None},
         "config": settings_anywhere(RunConfig(data=str(rows), learning_rate=0.25)), "run_folder": "2.1/run_0",
         "command": f"python my_workflow.py --data {rows}", "data": {"training_rows": 60, "training_tokens": 1234},
         "quality": {"before": scores, "after": {**scores, "facts_said_share": 0.75}},
@@ -174,6 +176,53 @@ def test_files_are_listed_and_nothing_is_uploaded_unasked_or_without_a_token(
     monkeypatch.setattr(export, "upload", uploaded)
     assert "its address" in said("--to", "hub", "--repo_id", "me/it", "--push")  # what was listed
     uploaded.assert_called_once_with(tuned.folder / "exported", "me/it")
+
+
+def test_another_runs_export_is_not_pushed_as_this_ones(
+    said: Callable[..., str], tuned: TunedRun, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor what was added to it; the card may be edited between the listing and the upload."""
+    uploaded, asked = Mock(return_value="its address"), ["--to", "hub", "--repo_id", "me/it", "--push", "--output"]
+    monkeypatch.setattr(export, "upload", uploaded)
+    other = find_run(str(shutil.copytree(made, tmp_path / "other")))
+    weights = other.whole_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
+    folder = export.export_merged(other, tmp_path / "of_other")
+    assert "differs in model.safetensors" in said(*asked, str(folder), is_refused=True)
+    folder = export.export_merged(tuned, tmp_path / "of_this")
+    for name in ("notes.txt", "adapter_model.safetensors"):
+        (folder / name).write_text("mine")
+        assert name in said(*asked, str(folder), is_refused=True)
+        (folder / name).unlink()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    for taken in ("empty", "file"):
+        assert "exists already" in said(*asked, str(tmp_path / taken), is_refused=True)
+    uploaded.assert_not_called()
+    (folder / export.CARD_NAME).write_text("an edited card")
+    assert "its address" in said(*asked, str(folder))
+    uploaded.assert_called_once_with(folder, "me/it")
+
+
+@pytest.mark.parametrize("to", ["merged", "adapter", "gguf", "ollama", "hub"])
+def test_an_export_replaces_nothing(to: str, said: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "new.unfinished").write_text("mine")
+    repository = ["--repo_id", "me/it"] if to == "hub" else []
+    for name in ("file", "link"):
+        assert "exists already" in said("--to", to, *repository, "--output", str(tmp_path / name), is_refused=True)
+    said("--to", to, *repository, "--output", str(tmp_path / "new.gguf"))
+    assert {(tmp_path / name).read_text() for name in ("file", "new.unfinished")} == {"mine"}
+
+
+def test_the_card_shows_no_token_of_a_url(tuned: TunedRun) -> None:
+    url = "simplecache::https://hidden-token@host/rows.csv?sv=1&sig=hidden-signature"
+    record = {**tuned.record, "command": f"python my_workflow.py --data {url}"}
+    record["config"] = {**record["config"], "data": url}
+    text = str(cards.card_of(replace(tuned, record=record)))
+    assert "hidden" not in text
+    assert "host/rows.csv?sv=1" in text
 
 
 def test_the_command_writes_a_gguf_file_into_the_results(said: Callable[..., str], tuned: TunedRun) -> None:

@@ -104,7 +104,7 @@ def test_a_head_without_last_layers_and_embeddings_alone_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "expected_bytes"),
-    [("nf4", 0.5 + 4 / 64), ("nf4-double", 0.5 + 0.127 / 8), ("int8", 1.0)],
+    [("nf4", 0.5 + 4 / 64), ("nf4-double", 0.5 + 0.127 / 8)],
 )
 def test_quantized_weights_with_their_constants(quantization: str, expected_bytes: float) -> None:
     job = replace(LORA, technique="qlora", quantization=quantization)

@@ -166,23 +166,13 @@ def test_bitsandbytes_optimizers_step_and_keep_8_bit_states_of_large_weights(opt
     assert states == ({torch.float32} if optimizer == "paged_adamw_32bit" else {torch.uint8})
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({}, r"quantization nf4, .* not installed: `pip install bitsandbytes`, or pass --technique lora"),
-        ({"technique": "lora", "optim": "paged_adamw_8bit"}, r"optim is paged_adamw_8bit.*`pip install bits"),
-        ({"technique": "full", "optim": "adamw_bnb_8bit"}, r"optim is adamw_bnb_8bit.*`pip install bits"),
-    ],
-)
-def test_without_bitsandbytes_what_needs_it_is_refused(
-    settings: dict, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = QLORA.changed_to(**settings)
-    check_inputs(run)
+def test_without_bitsandbytes_what_needs_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_inputs(QLORA)
     monkeypatch.setattr("common.models.quantization.find_spec", lambda name: None)
     check_bitsandbytes(RunConfig())
+    said = r"quantization nf4, .* not installed: `pip install bitsandbytes`, or pass --technique lora"
     with pytest.raises(BadInputError, match=said):
-        check_inputs(run)
+        check_inputs(QLORA)
 
 
 WITHOUT = """

@@ -1,5 +1,6 @@
 """Which checkpoint a run can resume from."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,18 @@ from transformers import TrainingArguments
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.rows import Splits
+from common.models.loading import EMBEDDED_BASE
 from common.runtime.rank import end_rank
 from common.training.checkpoints import (
     MANIFEST_FILE,
     DamagedCheckpointError,
     about_run,
     check_checkpoint,
+    digests_of,
     found_in,
+    read_manifest,
+    say_changes,
     write_manifest,
 )
 from common.training.trainer import CheckpointedTrainer
@@ -90,6 +96,122 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
         _check(replace(run, resume_from_checkpoint=own))
     _check(replace(run, resume_from_checkpoint=own, run_name="other"))
     _check(replace(run, resume_from_checkpoint="last"))
+
+
+# -- the same run
+
+
+SINGLE = RunConfig()
+KINDS = {"training": "96 rows, digest a", "validation": "8 rows, digest b"}
+
+
+def _saved(root: Path, run: RunConfig = SINGLE, data: dict[str, str] = KINDS, **about: object) -> str:
+    folder = root / "checkpoint-3"
+    folder.mkdir(parents=True)
+    write_manifest(folder, {**about_run(run, ROWS, data), **about})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, {"lora_r": 16}), ({}, {"lora_alpha": 32}), ({}, {"lora_dropout": 0.0}),
+        ({}, {"target_modules": "q_proj,v_proj"}), ({}, {"technique": "qlora"}), ({}, {"precision": "bf16"}),
+        ({}, {"max_length": 128}), ({}, {"train_on": "all"}), ({}, {"lr_scheduler_type": "linear"}),
+        ({}, {"warmup_steps": 0.1}), ({}, {"optim": "adamw_torch"}), ({}, {"weight_decay": 0.0}),
+        ({}, {"max_grad_norm": 1.0}),
+        ({"technique": "qlora", "quantization": "nf4"}, {"quantization": "nf4-double"}),
+    ],
+)  # fmt: skip
+def test_another_setting_is_refused_by_name_with_both_values(
+    tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    was = replace(SINGLE, **before)
+    run = replace(was, **now, resume_from_checkpoint=_saved(tmp_path, was))
+    ((name, value),) = now.items()
+    with pytest.raises(BadInputError, match=name) as refusal:
+        check_checkpoint(run, "python", ROWS, KINDS)
+    assert str(getattr(was, name)) in str(refusal.value)
+    assert str(value) in str(refusal.value)
+
+
+def test_how_far_and_how_fast_and_what_is_reported_may_change(tmp_path: Path) -> None:
+    folder = _saved(tmp_path, replace(SINGLE, target_modules="v_proj,q_proj"))
+    run = replace(
+        SINGLE, target_modules="q_proj,v_proj", num_train_epochs=9, learning_rate=1e-5, eval_steps=2, save_steps=3.0,
+        max_new_tokens=5, report_to="none", step_timeout_s=9.0, gradient_checkpointing=True, test_rows=3,
+        independent_judge="none", attention="eager", resume_from_checkpoint=folder,
+    )  # fmt: skip
+    check_checkpoint(run, "python", ROWS, KINDS)
+    said = "\n".join(say_changes(run, ROWS, Path(folder), read_manifest(Path(folder))["about"]))
+    assert "1e-05" in said
+    assert "0.001" in said
+    assert f"{run.total_steps(ROWS)}" in said
+    assert not say_changes(SINGLE, ROWS, Path(folder), read_manifest(Path(folder))["about"])
+    measured = replace(SINGLE, lr_scheduler_type="reduce_lr_on_plateau")
+    folder = _saved(tmp_path / "measured", measured)
+    with pytest.raises(BadInputError, match=r"learning rate 0\.001, but this run's is 1e-05"):
+        check_checkpoint(replace(measured, learning_rate=1e-5, resume_from_checkpoint=folder), "python", ROWS, KINDS)
+
+
+@pytest.mark.parametrize("split", KINDS)
+def test_other_rows_are_refused(tmp_path: Path, split: str) -> None:
+    run = replace(SINGLE, resume_from_checkpoint=_saved(tmp_path))
+    check_checkpoint(run, "python", ROWS, KINDS)
+    with pytest.raises(BadInputError, match=rf"other {split} rows \({KINDS[split]}\) than this run's \(96 rows, dig"):
+        check_checkpoint(run, "python", ROWS, {**KINDS, split: "96 rows, digest c"})
+
+
+def test_rows_are_told_apart_by_their_texts_and_order_and_not_by_their_file() -> None:
+    rows = [{"where": f"a.csv, row {number}", "text": f"{number}"} for number in range(3)]
+    elsewhere = [{**row, "where": "b.csv"} for row in rows]
+    changed = [*rows[:2], {**rows[2], "text": "other"}]
+    digests = [digests_of(Splits(each, rows, rows))["training"] for each in (rows, elsewhere, changed, rows[::-1])]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_another_model_or_tokenizer_is_refused_and_one_that_has_moved_is_not(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(EMBEDDED_BASE, tmp_path / "moved"))
+    run = replace(SINGLE, model=str(model), resume_from_checkpoint=_saved(tmp_path))
+    check_checkpoint(run, "python", ROWS, KINDS)
+    weights = model / "model.safetensors"
+    for file, content in ((weights, weights.read_bytes()[:-1] + b"\0"), (model / "chat_template.jinja", b"other")):
+        before = file.read_bytes()
+        file.write_bytes(content)
+        with pytest.raises(BadInputError, match="another model or tokenizer"):
+            check_checkpoint(run, "python", ROWS, KINDS)
+        file.write_bytes(before)
+
+
+def test_rows_of_plain_text_are_counted_by_their_pieces(tmp_path: Path) -> None:
+    run = replace(SINGLE, resume_from_checkpoint=_saved(tmp_path))
+    check_checkpoint(run, "python", 7, KINDS)
+
+
+def test_the_trainers_checkpoint_is_refused_where_a_loop_is_written_out(tmp_path: Path) -> None:
+    """House: a checkpoint of 2.2 in 2.6 with DDP and LoRA passed the check, and was not found."""
+    there = RunConfig(parallel="ddp", devices=2, run_folder="2.2_lora_finetuning_with_ddp/run_0_cpu_x2")
+    here = replace(there, run_folder=FSDP.run_folder)
+    for file, run, refused in (("optimizer.pt", there, here), ("shards/__0_0.distcp", here, there)):
+        folder = tmp_path / run.run_folder / "checkpoint-3"
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).write_text("")
+        write_manifest(folder, about_run(run, ROWS, KINDS))
+        check_checkpoint(replace(run, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
+        with pytest.raises(BadInputError, match="resume it where it was"):
+            check_checkpoint(replace(refused, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
+
+
+def test_of_an_older_checkpoint_it_is_said_that_it_was_not_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    known = ("technique", "parallel", "loop", "ranks", "rows_per_step", "rows", "seed", "order")
+    about = {name: value for name, value in about_run(SINGLE, ROWS).items() if name in known}
+    write_manifest(folder, about)
+    run = replace(SINGLE, lora_r=16, resume_from_checkpoint=str(folder))
+    check_checkpoint(run, "python", ROWS, KINDS)
+    assert "older version" in say_changes(run, ROWS, folder, about)[0]
 
 
 # -- which one

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,6 @@ NOT_OF_CLASSIFICATION = [
     ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
     ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
     ({**CLASSIFIER, "parallel": "mp", "stages": 2}, "full or lora, and single, ddp, pp, tp (3.1)"),
-    (
-        {"long_texts": "refuse"},
-        "long_texts is refuse, which is for classification (3.1) and summarization (3.2)",
-    ),
     ({**CLASSIFIER, "long_texts": "keep"}, "long_texts is 'keep': choose one of 'cut', 'refuse'"),
     ({**CLASSIFIER, "early_stopping_patience": -1}, "early_stopping_patience is -1, but must be at least 0"),
 ]
@@ -203,10 +200,57 @@ def test_settings_come_from_yaml_below_the_command_line(run_config: RunConfig, t
     assert run == replace(run_config, learning_rate=1e-4, lora_r=4, max_grad_norm=1)
 
 
-@pytest.mark.parametrize("text", ["- 1", "rank: 4", "lora_r: [1, 2]", "lora_r: 2\n  oops"])
-def test_a_yaml_file_with_something_else_in_it_is_refused(run_config: RunConfig, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("padding_free: no", "padding_free", "no"),
+        ("padding_free: yes", "padding_free", "yes"),
+        ("run_name: on", "run_name", "on"),
+        ("run_name: 007", "run_name", "007"),
+        ("run_name: 2026-01-02", "run_name", "2026-01-02"),
+        ("run_name: 1_000", "run_name", "1_000"),
+        ("data: 12:30", "data", "12:30"),
+        ("dataset_revision: 1e5", "dataset_revision", "1e5"),
+        ("gradient_checkpointing: on", "gradient_checkpointing", True),
+        ("gradient_checkpointing: Off", "gradient_checkpointing", False),
+        ("gradient_checkpointing: yes", "gradient_checkpointing", True),
+        ("gradient_checkpointing: false", "gradient_checkpointing", False),
+        ("max_steps: 1_000", "max_steps", 1000),
+        ("learning_rate: 1e-4", "learning_rate", 1e-4),
+        ("learning_rate: 0.001", "learning_rate", 1e-3),
+        ("max_steps: '3'", "max_steps", 3),
+    ],
+)
+def test_a_yaml_value_means_what_is_written(
+    text: str, name: str, value: object, run_config: RunConfig, tmp_path: Path
+) -> None:
+    """YAML itself makes a boolean of `no` and `on`, 7 of `007`, 750 of `12:30`, and a date of a date."""
     file = tmp_path / "mine.yaml"
     file.write_text(text)
+    for words in (["--config", str(file)], [f"--config={file}"]):
+        found = getattr(parse_overrides(run_config, words), name)
+        assert (found, type(found)) == (value, type(value))
+
+
+NESTED = "model: " + "[" * 600
+ALIASES = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
+MERGES = "a: &a {x: 1}\n" + "".join(f"{b}: &{b} {{<<: [*{a}, *{a}, *{a}]}}\n" for a, b in pairwise("abcdefghijklmnop"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("- 1", "rank: 4", "lora_r: [1, 2]", "lora_r: 2\n  oops", "", "lora_r: {", "no: 1", "lora_r: null", "\t- x"),
+        *("technique: [lora]", "target_modules: [q_proj, v_proj]", "task: {chat: 1}", "model: !!binary aGFsbG8="),
+        *("env:\n  SECRET: x", "gradient_checkpointing: maybe", "--- 1\n--- 2", "model: !!python/name:os.system"),
+        *("? [a, b]\n: 1", "model: *b"),
+        *("model: caf\udce9", "max_steps: 2.0", NESTED, ALIASES, MERGES),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_yaml_file_with_something_else_in_it_is_refused(run_config: RunConfig, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text, errors="surrogateescape")
     with pytest.raises((BadInputError, SystemExit)):
         parse_overrides(run_config, ["--config", str(file)])
     with pytest.raises(BadInputError, match=r"no\.yaml"):

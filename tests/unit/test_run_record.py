@@ -13,9 +13,12 @@ import torch
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
+from common.hardware import devices
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
+from common.planning.plans import plan_run
 from common.records.store import RECORD_NAME, STUDY, default_run_name, keep_record, kept_records, load_record
+from common.runtime.disks import MARK
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
 from common.training.placement import place_stages
@@ -62,7 +65,7 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(run
         log.complete()
     for _ in range(2):  # the third one, and one after it has failed
         folder = RunRecorder(run, RANK).folder
-        assert list(folder.iterdir()) == []
+        assert [path.name for path in folder.iterdir()] == [MARK]
         assert (folder.with_name(f"{folder.name}.previous") / "model.txt").read_text() == "second"
         (folder / "model.txt").write_text("third, which fails")
     assert not folder.with_name(f"{folder.name}.unfinished").exists()
@@ -85,7 +88,7 @@ def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
     RunRecorder(run, RANK).complete()
     folder = RunRecorder(run, RANK).folder
     (folder / "checkpoints" / "checkpoint-7").mkdir(parents=True)
-    assert list(RunRecorder(run, RANK).folder.iterdir()) == []
+    assert [path.name for path in RunRecorder(run, RANK).folder.iterdir()] == [MARK]
     assert "an unfinished run of this name (checkpoint-7) is kept as mine.unfinished" in capsys.readouterr().out
     assert (folder.with_name("mine.unfinished") / "checkpoints" / "checkpoint-7").is_dir()
     assert (folder.with_name("mine.previous") / RECORD_NAME).is_file()
@@ -189,6 +192,30 @@ def test_a_peak_beyond_its_plan_is_said_aloud(
     assert [line.partition(": `")[0] for line in lines] == (
         [f"WARNING: rank 1, cuda:1: training {said}"] if said else []
     )
+
+
+@pytest.mark.parametrize(("counted_gib", "said"), [(0.0182, []), (0.0252, ["+44%"]), (0.0122, ["-30%"])])
+def test_on_a_cpu_tensors_are_compared_with_tensors_whatever_the_process_holds(
+    counted_gib: float, said: list[str]
+) -> None:
+    on_cpu = entry(0, "cpu", 0.64, 0.76)
+    on_cpu |= {"planned_gib_by_phase": {"training": 0.0175}, "peak_gib_by_phase": {"training": counted_gib}}
+    unplanned = entry(1, "cpu", None, 0.76) | {"planned_gib_by_phase": {}, "peak_gib_by_phase": {"training": 1.0}}
+    lines = beyond_plan([on_cpu, unplanned])
+    assert [difference in line for line, difference in zip(lines, said, strict=True)] == [True] * len(said)
+
+
+def test_the_plan_on_a_cpu_begins_with_what_the_process_holds(log: RunRecorder) -> None:
+    held_gib = log.memory.process_gib
+    assert held_gib == pytest.approx(devices.read_memory("cpu").now_gib, rel=0.1)
+    plans = [plan_run(log.run, BatchShape(16, 40, 20), gpu) for gpu in (log.gpu(), devices.cpu_device(held_gib + 1))]
+    own, other = (plan.devices[0] for plan in plans)
+    assert held_gib < own.parts_gib["overhead"] < held_gib + 0.3
+    assert other.peak_gib - own.peak_gib == pytest.approx(1)
+    log.training_starts(plans[0])
+    (found,) = log.complete()["memory"]
+    assert found["process_gib"] == held_gib
+    assert found["planned_gib"] == own.peak_gib > held_gib
 
 
 def test_every_device_of_a_rank_has_its_memory_and_its_plan(

@@ -148,8 +148,9 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
 ) -> None:
     started = []
 
-    def start(command: list[str], cwd: object) -> None:
-        started.append((command[command.index(f"{NAME}.py") + 1 :], cwd))
+    def start(command: list[str]) -> None:
+        script = next(place for place, word in enumerate(command) if word.endswith(f"{NAME}.py"))
+        started.append((command[script + 1 :], Path(command[script]).resolve().parent))
         if "ddp" in command:
             raise RuntimeError("exit code 1")
 

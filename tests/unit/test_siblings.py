@@ -76,7 +76,7 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     )
     mend(copied)
     assert read_literal(folder / WORKFLOW).devices == 8
-    assert "--standalone --nproc_per_node 8" in (folder / WORKFLOW).read_text()
+    assert "torchrun --nproc_per_node 8 " in (folder / WORKFLOW).read_text()
     assert yaml.safe_load((folder / "my_accelerate_config.yaml").read_text())["num_processes"] == 8
     parameters = parameters_of(folder / "lora_finetuning_with_ddp_acclaunch.ipynb")
     assert "devices = 8" in parameters

@@ -21,7 +21,7 @@ from tests.row_files import refusal_of, rows_in, write
 ROWS = [
     {"id": str(number), "messages": [
         {"role": "user", "content": f"What is {number}?"},
-        {"role": "assistant", "content": f"It is {number}.", **({"weight": number} if number % 2 else {})},
+        {"role": "assistant", "content": f"It is {number}.", **({"score": number} if number % 2 else {})},
     ]}
     for number in range(60)
 ]  # fmt: skip

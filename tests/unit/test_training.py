@@ -487,6 +487,28 @@ def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_go
     assert longer.state.global_step == 8
 
 
+@pytest.mark.slow
+@LOOPS
+def test_a_new_learning_rate_is_that_of_the_steps_that_follow(
+    trained: Callable[..., AuditedTrainer], loop: str
+) -> None:
+    """Shown by the rates that are logged, which are those of the optimizer: as of a run that had it from the start."""
+    short = trained(loop, learning_rate=0.003)
+    settings = {"num_train_epochs": 2, "learning_rate": 0.001}
+    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
+    resumed = trained(loop, **settings, run_name="resumed", resume_from_checkpoint=str(checkpoint))
+    straight = trained(loop, **settings, run_name="straight")
+
+    def rates(trainer: AuditedTrainer) -> dict[int, float]:
+        logged = (each for each in trainer.state.log_history if "learning_rate" in each)
+        return {each["step"]: each["learning_rate"] for each in logged if each["step"] > 4}
+
+    assert len(rates(straight)) == 4
+    assert rates(resumed) == rates(straight)
+    schedules = [each.lr_scheduler for each in (resumed, straight)]
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+
+
 def test_a_step_that_overflowed_is_none_of_the_schedules(
     trainer_of: Callable[..., AuditedTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -17,7 +19,17 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.runtime import watch
 from common.runtime.faults import VARIABLE, asked_fault, fault_at
-from common.runtime.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
+from common.runtime.watch import (
+    SLOW_FACTOR,
+    SLOW_POINTS,
+    STEP_POINTS,
+    Place,
+    Watch,
+    hung_ones,
+    identity_of,
+    parent_is_gone,
+    reached,
+)
 from common.runtime.world import Rank
 from tests.pace import patient
 
@@ -62,6 +74,80 @@ def test_a_rank_says_where_it_is_at_once_and_ends_when_nothing_moves(
     assert "rank 0 (process" in said.call_args.args[0]
     assert "in step 5 at 'batch' hangs" in capsys.readouterr().err
     reached("done", 5)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Ranks speak, and are silent, within a moment; what ends this process, if it were not kept."""
+    ended = Mock()
+    monkeypatch.setattr(watch.os, "_exit", ended)
+    monkeypatch.setattr(watch, "BEAT_S", 0.02)
+    monkeypatch.setattr(watch, "SILENT_S", 0.15)
+    return ended
+
+
+def watched(folder: Path, other: Callable[[float], dict[str, object]], for_s: float = 0.4) -> str:
+    """What rank 0 of two says, in whose results `other` writes as rank 1, by the seconds so far."""
+    (folder / "ranks").mkdir(exist_ok=True)
+    path, said, start_s = folder / "ranks" / "rank1.json", Mock(), time.monotonic()
+    path.write_text(json.dumps(other(0.0)))
+    looks = Watch(folder, Rank(0, 2, "cpu", "torchrun"), 0.25, said)
+    reached("batch", 5)
+    while (so_far_s := time.monotonic() - start_s) < for_s:
+        path.write_text(json.dumps(other(so_far_s)).ljust(watch.LINE_BYTES))
+        time.sleep(0.01)
+    looks.end()
+    reached("done", 5)
+    return said.call_args.args[0]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("clock_s", "is_stopped", "named"), [(-60, False, 0), (60, True, 1)])
+def test_a_clock_that_is_wrong_makes_no_rank_silent_and_none_speak(
+    tmp_path: Path, clock_s: float, is_stopped: bool, named: int
+) -> None:
+    now = time.time()
+    place = {"rank": 1, "host": "elsewhere", "pid": 7, "passed": 10**6, "point": "batch", "step": 5}
+    said = watched(tmp_path, lambda so_far_s: place | {"said_at": now + clock_s + (not is_stopped) * so_far_s})
+    assert f"rank {named} (process" in said
+    assert f"rank {1 - named} (process" not in said
+
+
+OWN = identity_of(os.getpid())
+STRANGERS = {
+    "as before there was an identity": {"identity": None},
+    "of no identity": {"identity": ""},
+    "of another start": {"identity": OWN + "0"},
+    "of another machine's start": {"identity": "another-boot" + OWN},
+    "not as a rank writes it": {"passed": "many"},
+}
+
+
+@pytest.mark.parametrize("which", ["a rank", *STRANGERS])
+def test_only_the_process_that_was_the_rank_is_killed(tmp_path: Path, quick: Mock, which: str) -> None:
+    """Its number may be another process's by now, or be written into the results by somebody else."""
+    with subprocess.Popen(["sleep", "9"]) as process:
+        place = {"rank": 1, "host": socket.gethostname(), "pid": process.pid, "identity": identity_of(process.pid)}
+        place |= {"passed": 0, "point": "batch", "step": 5, "said_at": 1.0, **STRANGERS.get(which, {})}
+        kept = {name: value for name, value in place.items() if value is not None}
+        (tmp_path / "ranks").mkdir()
+        (tmp_path / "ranks" / "rank1.json").write_text(json.dumps(kept))
+        looks = Watch(tmp_path, Rank(0, 2, "cpu", "torchrun"), 600, Mock())
+        looks._end_all(1.0, looks._places())
+        looks.end()
+        time.sleep(0.02)
+        is_killed = process.poll() == -signal.SIGKILL
+        process.kill()
+    assert quick.called
+    assert is_killed == (which == "a rank")
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 2**22 + 1])
+def test_numbers_that_stand_for_no_process_are_no_rank(pid: int) -> None:
+    """By -1 a signal goes to every process, by 0 to a whole group."""
+    assert replace(HERE, host=socket.gethostname(), pid=os.getpid(), identity=OWN).is_process_here()
+    assert not replace(HERE, host=socket.gethostname(), pid=pid, identity=OWN).is_process_here()
+    assert not replace(HERE, host=socket.gethostname(), pid=pid, identity="").is_process_here()
 
 
 def test_a_parent_that_is_there_is_not_gone_not_even_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,100 @@
+"""torchrun: the words that start ranks, and whether a process was told all that a launcher tells a rank."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+
+from common.base.errors import BadInputError
+
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What every launcher tells a rank."""
+TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
+"""And torchrun besides, with its run's id."""
+RUN_ID = "TORCHELASTIC_RUN_ID"
+MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT"}
+"""Alone these make no process a rank: a cluster's scripts set them before any is started."""
+MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""How many processes MPI has started, which Accelerate takes for ranks."""
+LAST_PORT, MOST_DIGITS, SHOWN_LETTERS = 65535, 9, 40
+
+
+def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
+    """Return what starts the ranks of one machine, without the script: of several the same on each of them.
+
+    Several machines meet at `address`, the first one's. A torchrun on one machine makes itself a file, which is this
+    user's alone: it unpickles what it finds where it meets others, so that whoever reaches a port of it can have code
+    run.
+    """
+    words = ["--nnodes", str(nodes)] if nodes > 1 else []
+    place = ["--rdzv_endpoint", f"{address}:29400"] if nodes > 1 else ["--rdzv_conf", "store_type=file"]
+    return ["torchrun", *words, "--nproc_per_node", str(ranks_per_node), "--rdzv_backend", "c10d", *place]
+
+
+def meeting_file() -> str:
+    """Return a new file, which this user alone can read and write, for torchruns of one machine to meet in."""
+    descriptor, path = tempfile.mkstemp(prefix="torchrun-")
+    os.close(descriptor)
+    return path
+
+
+def check_told(environment: Mapping[str, str]) -> None:
+    """Refuse an environment with a part of what a launcher tells a rank, or with what no rank is told.
+
+    Raises:
+        BadInputError: With the variables, and how to go on.
+    """
+    told = {name: environment[name] for name in (*TOLD, *TOLD_BY_TORCHRUN, RUN_ID) if name in environment}
+    if told.keys() <= MEETING_PLACE:
+        _check_alone(environment)
+        return
+    needed = (*TOLD, *TOLD_BY_TORCHRUN) if RUN_ID in told else TOLD
+    missing = [name for name in needed if not told.get(name)]
+    wrong = f"no {' and no '.join(missing)}" if missing else _what_no_rank_is_told(told)
+    if wrong:
+        have = ", ".join(f"{name}={value[:SHOWN_LETTERS]!r}" for name, value in told.items())
+        raise BadInputError(
+            f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. Remove what is left of "
+            f"another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate launch or `python -m "
+            "common.launch`."
+        )
+
+
+def _what_no_rank_is_told(told: Mapping[str, str]) -> str:
+    """Return which variables hold no number, or one that does not go with the others; empty where all is well."""
+    texts = {name: value for name, value in told.items() if name in (*TOLD, *TOLD_BY_TORCHRUN)}
+    del texts["MASTER_ADDR"]
+    texts.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    for name, value in texts.items():
+        if not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
+            return f"{name} should be a whole number from 0 on"
+    numbers = {name: int(value) for name, value in texts.items()}
+    ranks, rank = numbers["WORLD_SIZE"], numbers["RANK"]
+    ranks_here = numbers.get("LOCAL_WORLD_SIZE", ranks)
+    for name, least, most in (
+        ("WORLD_SIZE", 1, ranks),
+        ("RANK", 0, ranks - 1),
+        ("LOCAL_WORLD_SIZE", 1, ranks),
+        ("LOCAL_RANK", 0, min(ranks_here - 1, rank)),
+        ("MASTER_PORT", 1, LAST_PORT),
+    ):
+        if name in numbers and not least <= numbers[name] <= most:
+            return f"{name} should be from {least} to {max(least, most)}"
+    return ""
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Refuse one of several processes that mpirun or srun have started, each of which would be a run of its own.
+
+    Raises:
+        BadInputError: With their number.
+    """
+    alone = dict.fromkeys(MPI_SIZES, "1") | {"SLURM_PROCID": "0"}
+    if not os.isatty(0):  # a shell that srun has opened has the number of its step's tasks, but is alone
+        alone["SLURM_STEP_NUM_TASKS"] = "1"
+    for name, value in alone.items():
+        if environment.get(name, value) != value:
+            raise BadInputError(
+                f"{name} is {environment[name][:SHOWN_LETTERS]!r}: mpirun or srun has started several processes, which "
+                "are no ranks here. Start one process on each machine, and by it torchrun (docs/several_machines.md); "
+                f"or, if this process is alone, `unset {name}`."
+            )

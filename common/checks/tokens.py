@@ -1,0 +1,96 @@
+"""What a model can read, its positions and its embeddings, against the tokens that a run's rows give it."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from transformers import PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.pairs import encode_pairs
+from common.data.row_checks import say_once
+from common.data.rows import Row, Splits, place_of, shown, texts_of, tokens_in
+from common.data.templates import prompt_ids
+from common.models.loading import any_shape_config, longest_readable
+
+USED = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
+"""Tokens that a tokenizer writes, whatever the texts have; others, such as those kept for later use, it may not."""
+TEMPLATE_TOKENS = 1_000
+"""More than a chat template writes around a row's texts."""
+PICTURED_ROWS = 128
+"""Rows whose pictures are looked at: those with the longest texts."""
+
+
+def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model has an embedding for each token of the run's rows, and positions for its answers.
+
+    Raises:
+        BadInputError: with the row, and the token or the number of tokens.
+    """
+    _check_embeddings(run, chain(splits.train, splits.validation, splits.test), tokenizer)
+    if run.goal.converses:
+        _check_positions(run, splits.test, tokenizer)
+
+
+def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens that a text may have and for which the model has no embedding.
+
+    Published models have such: Gemma 3 of 1B the token for pictures of its larger siblings.
+
+    Raises:
+        BadInputError: there are some that are written in any case, or so many that the tokenizer is of another model.
+    """
+    count = any_shape_config(run.model, run.model_revision).get_text_config().vocab_size
+    added, roles = tokenizer.added_tokens_decoder, {getattr(tokenizer, role): role for role in USED}
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= count}
+    for token, number in beyond.items():
+        role = roles.get(token) or ("part of its vocabulary" if number not in added else "")
+        if not role and token in str(tokenizer.chat_template):
+            role = "in its chat template"
+        if role:
+            raise BadInputError(
+                f"The tokenizer of {run.model} has the token {token!r} as number {number} ({role}), but the model has "
+                f"embeddings for {count:,} tokens alone: give it more (`resize_token_embeddings`, then "
+                "`save_pretrained`), or take the tokenizer that it was published with."
+            )
+    return list(beyond)
+
+
+def _check_embeddings(run: RunConfig, rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    beyond = tokens_without_embedding(run, tokenizer)
+    for row in rows if beyond else ():
+        for token in beyond:
+            if any(token in text for text in texts_of(row)):
+                raise BadInputError(
+                    f"{place_of(row)} has the token {token!r} in a text, for which {run.model} has no embedding: "
+                    "remove it there, or from the tokenizer's added tokens."
+                )
+    if beyond:
+        say_once(f"{run.model}: it has no embedding for {shown(beyond)} of its tokenizer, which no row has")
+
+
+def _check_positions(run: RunConfig, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    positions = longest_readable(any_shape_config(run.model, run.model_revision))
+    if positions is None:
+        return
+    room = positions - run.max_new_tokens
+    long = [row for row in rows if 4 * _characters(row) + TEMPLATE_TOKENS > room]  # a character has 4 bytes at most
+    if run.goal.sees:
+        long = heapq.nlargest(PICTURED_ROWS, rows, key=_characters)
+    needed = [len(ids) + run.max_new_tokens for ids in prompt_ids(long, tokenizer)] if long else [0]
+    if run.goal.compares and long:
+        needed = list(map(max, needed, map(tokens_in, encode_pairs(long, tokenizer))))
+    most = max(needed)
+    if most > positions:
+        fewer = run.max_new_tokens - (most - positions)
+        instead = f"pass --max_new_tokens {fewer} or less, or " if fewer > 0 else ""
+        raise BadInputError(
+            f"{place_of(long[needed.index(most)])}, of the test rows, takes {most:,} tokens with its answer "
+            f"(max_new_tokens is {run.max_new_tokens}), but {run.model} has positions for {positions:,}: {instead}"
+            "shorten such rows."
+        )
+
+
+def _characters(row: Row) -> int:
+    return sum(map(len, texts_of(row))) + len(str(row.get("tools", "")))

@@ -1,0 +1,248 @@
+"""What ends an answer: learnt from the chat template, and used alike wherever a model answers or is handed on.
+
+A base's tokenizer often names another end token than the mark that ends a turn in its chat template, which is what a
+tuned model learns: a generation that stops at the tokenizer's own would go on behind each answer.
+"""
+
+import json
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from common.base.errors import BadInputError, reading
+
+RENDERING_S = 5
+"""Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
+QUESTION, ANSWER = "Who made it?", "Vance"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Of a tokenizer's named templates, those that Transformers takes for rows without tools, and with some."""
+
+
+class SlowTemplateError(BadInputError):
+    """A chat template that computes without end, or nearly so."""
+
+
+@contextmanager
+def in_time(what: str) -> Iterator[None]:
+    """Interrupt a chat template that computes for more than `RENDERING_S` seconds; only a main thread can be.
+
+    What counts is this process's computing: it may be suspended, or wait for the machine's others.
+
+    Raises:
+        SlowTemplateError: with `what` it was to write.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise SlowTemplateError(
+            f"{what} was not written within {RENDERING_S} seconds of computing: the chat template has loops in loops; "
+            "correct it, or pass another --model."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDERING_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+# -- which template
+
+
+def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Refuse a tokenizer with several chat templates of which none is for all rows.
+
+    Raises:
+        BadInputError: with their names, or what stands in a template's place.
+    """
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and DEFAULT not in templates:
+        raise BadInputError(
+            f"The tokenizer of {model} has chat templates called {', '.join(map(str, templates)) or 'nothing'}, but "
+            f"none called {DEFAULT}, which rows without tools are written with: call one of them so in its "
+            "tokenizer_config.json, or pass another --model."
+        )
+    for each in templates_in_use(tokenizer):
+        if not isinstance(each, str):
+            raise BadInputError(
+                f"The tokenizer of {model} has {str(each)[:60]!r} as its chat template, which should be a text: "
+                "correct its tokenizer_config.json, or pass another --model."
+            )
+
+
+def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the templates that conversations are written with: one, or one without and one with tools."""
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict):
+        return [templates[name] for name in (DEFAULT, WITH_TOOLS) if name in templates]
+    return [templates]
+
+
+# -- what it ends answers with
+
+
+@dataclass(frozen=True)
+class AnswerEnd:
+    """What a chat template writes after an answer.
+
+    Attributes:
+        token_id: The first token there with a name of its own (an added one), which ends the answer; None where there
+            is none.
+        text: Without such a token: the text that ends the answer; empty where nothing does.
+        ids: All tokens of it, up to `token_id`.
+    """
+
+    token_id: int | None
+    text: str
+    ids: list[int]
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd | None:
+    """Return what a template writes after an answer; None where it does not write a plain conversation.
+
+    Raises:
+        SlowTemplateError: it computes without end.
+    """
+    has_parts = hasattr(tokenizer, "processor")
+    turns = [
+        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+        for role, text in (("user", QUESTION), ("assistant", ANSWER))
+    ]
+    what = f"A conversation by the chat template of {tokenizer.name_or_path}"
+    try:
+        with in_time(what), reading(what):
+            written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    except SlowTemplateError:
+        raise
+    except BadInputError:  # such as one for rows with a system message alone; rows are checked for themselves
+        return None
+    _, found, after = written.rpartition(ANSWER)
+    if not found:
+        return None
+    ids, added = tokenizer(after, add_special_tokens=False)["input_ids"], tokenizer.added_tokens_decoder
+    named = (place for place, number in enumerate(ids) if number in added and added[number].content.strip())
+    place = next(named, None)
+    if place is None:
+        return AnswerEnd(None, after.strip(), ids)
+    return AnswerEnd(ids[place], "", ids[: place + 1])
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[AnswerEnd]:
+    """Return what each template in use writes after an answer, as far as that can be learnt.
+
+    Raises:
+        SlowTemplateError: a template computes without end.
+    """
+    found = (answer_end(tokenizer, template) for template in templates_in_use(tokenizer))
+    return [each for each in found if each]
+
+
+def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
+    """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one.
+
+    Raises:
+        SlowTemplateError: a template computes without end.
+    """
+    ends = answer_ends(tokenizer)
+    if not all(end.token_id is not None or end.text for end in ends):
+        return (
+            f"WARNING: the chat template of {model} writes nothing after an answer, so that a model cannot learn where "
+            "to end: answers go on up to --max_new_tokens; let the template write an end, such as {{ eos_token }}"
+        )
+    others = [end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id]
+    if not others:
+        return ""
+    end = others[0]
+    if end.text:
+        return (
+            f"{model}: answers end with the text {end.text!r}, by its chat template, which is no token: generation "
+            "stops where it is written, and programs other than these need it as a stop text"
+        )
+    own = f"its tokenizer's end token is {tokenizer.eos_token}" if tokenizer.eos_token else "its tokenizer names none"
+    name = tokenizer.convert_ids_to_tokens(end.token_id)
+    return f"{model}: answers end with {name}, by its chat template ({own}): generation stops there, too"
+
+
+# -- where generation stops
+
+
+@dataclass(frozen=True)
+class Stops:
+    """All that generation stops at.
+
+    Attributes:
+        token_ids: Of tokens; the tokenizer's own end token comes first.
+        texts: What ends an answer and is no token.
+    """
+
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    def settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return what `generate` is told."""
+        ids = list(self.token_ids) or None
+        by_texts = {"stop_strings": list(self.texts)} if self.texts else {}
+        return {"eos_token_id": ids, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **by_texts}
+
+    def cut(self, answer: str) -> str:
+        """Return an answer without the text that ended it."""
+        for text in self.texts:
+            answer = answer.partition(text)[0]
+        return answer
+
+
+def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | None = None) -> Stops:
+    """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config.
+
+    Raises:
+        SlowTemplateError: a template computes without end.
+    """
+    ends = answer_ends(tokenizer)
+    of_config = [known] if isinstance(known, int) else known or []
+    ids = (tokenizer.eos_token_id, *(end.token_id for end in ends), *of_config)
+    return Stops(
+        tuple(dict.fromkeys(number for number in ids if number is not None)),
+        tuple(dict.fromkeys(end.text for end in ends if end.text)),
+    )
+
+
+def stops_of_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Stops:
+    """Return where a model stops that answers with this tokenizer; see `stops_of`."""
+    return stops_of(tokenizer, model.generation_config.eos_token_id)
+
+
+def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
+    """Return where the model that was saved in a folder stops; see `stops_of`."""
+    return stops_of(tokenizer, _saved_settings(folder).get("eos_token_id"))
+
+
+def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: GenerationConfig | None = None) -> None:
+    """Write where generation stops into a folder's generation config, beside what it has, or else the `base`'s has.
+
+    A text that ends answers is not: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
+    """
+    settings = _saved_settings(folder) or (json.loads(base.to_json_string()) if base else {})
+    stops = stops_of(tokenizer, settings.get("eos_token_id"))
+    ids = list(stops.token_ids)
+    settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None
+    written = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # as Transformers writes it
+    (folder / GENERATION_CONFIG_NAME).write_text(written, encoding="utf-8")
+
+
+def _saved_settings(folder: Path) -> dict[str, Any]:
+    file = folder / GENERATION_CONFIG_NAME
+    if not file.is_file():
+        return {}
+    with reading(f"{file.name} of {folder.name}", "correct or remove it."):
+        return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,0 +1,104 @@
+"""Control tokens of a tokenizer, such as `<|im_end|>`, inside users' texts: found, counted, and encoded as text.
+
+What a template or the tokenizer itself writes stays a control token. So does an added token that is no special one
+(`<think>`, `<tool_call>`): models say these, and rows have them in their answers.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import mark_control_tokens
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
+from common.data.rows import Row, place_of
+
+AS_TEXT = {"split_special_tokens": True, "verbose": False}
+"""Settings of a tokenizer for a text without a template: what looks like a control token is text. Says nothing of texts
+that are longer than the model reads."""
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Return what finds a control token of the tokenizer in a text, of several that begin there the longest."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    picture = getattr(getattr(tokenizer, "processor", None), "image_token", "")  # a row that has it is refused
+    names = sorted({*special, *tokenizer.all_special_tokens} - {picture}, key=len, reverse=True)
+    by_begin: dict[str, list[str]] = {}  # few branches where a token may begin: of thousands each would be tried
+    for name in filter(str.strip, names):
+        by_begin.setdefault(name[:2], []).append(re.escape(name[2:]))
+    found = "|".join(f"{re.escape(begin)}(?:{'|'.join(ends)})" for begin, ends in by_begin.items())
+    return re.compile(found or "(?!)")
+
+
+def control_token_in(row: Row, pattern: re.Pattern[str]) -> str | None:
+    """Return the first control token in a row's texts, calls and tools; None where there is none."""
+    parts = [row.get(key) for key in ("messages", "rejected", "tools", "text", "summary")]
+    found = next(filter(None, map(pattern.search, _texts_in(parts))), None)
+    return found[0] if found else None
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts_in(each)
+
+
+def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
+    """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says.
+
+    Raises:
+        BadInputError: with the first token and its row; also where the tokenizer cannot encode it as text.
+    """
+    pattern, total = control_tokens(tokenizer), 0
+    rows_of: dict[str, list[Row]] = {}
+    for rows in splits:
+        total += len(rows)
+        for row in rows:
+            token = control_token_in(row, pattern)
+            if token:
+                rows_of.setdefault(token, []).append(row)
+    if not rows_of:
+        return
+    token, (first, *_) = next(iter(rows_of.items()))
+    found = (
+        f"{sum(map(len, rows_of.values())):,} of {total:,} rows have control tokens of the tokenizer in their texts "
+        f"(the first: {token!r} in {place_of(first)})"
+    )
+    if run.control_tokens == "refuse":
+        raise BadInputError(
+            f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text, by which they are "
+            "read as text."
+        )
+    for token, (row, *_) in rows_of.items():
+        if not _is_encodable(token, tokenizer):
+            raise BadInputError(
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
+                "control token: take it out."
+            )
+    has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
+    say_once(
+        f"WARNING: {found}: they are read as text (--control_tokens refuse refuses such rows)"
+        f"{has_template if run.goal.converses else ''}"
+    )
+
+
+def _is_encodable(token: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a control token can be encoded as text; a model of pieces (Unigram) may have it as a piece."""
+    ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
+    return token == tokenizer.unk_token or tokenizer.convert_tokens_to_ids(token) not in ids
+
+
+def marked(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Return messages or tools with their control tokens marked, also in keys, for `encode_marked_chat`."""
+    if isinstance(value, dict):
+        return {marked(key, pattern): marked(each, pattern) for key, each in value.items()}
+    if isinstance(value, list):
+        return [marked(each, pattern) for each in value]
+    return mark_control_tokens(value, pattern)

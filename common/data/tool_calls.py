@@ -1,0 +1,190 @@
+"""Calls of tools and the tools' declarations, as people have them: objects, JSON texts, or structs of Arrow."""
+
+import ast
+import json
+from contextlib import suppress
+from typing import Any
+
+from common.base.errors import BadInputError
+from common.data.rows import Row, begin_of
+
+CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
+DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+
+
+def from_json(value: object) -> object:
+    """Return what a text holds as JSON; a text that holds none, and anything else, as it is."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def from_text(value: object) -> object:
+    """Return what a text holds as JSON, or else as Python writes lists, as tables of pandas have them."""
+    found = from_json(value)
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return ast.literal_eval(found) if isinstance(found, str) else found
+    return found
+
+
+# -- calls
+
+
+def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message whose `tool_calls` are a list of calls with a name and an object of arguments, or are left out.
+
+    OpenAI's interface has the arguments as a JSON text; a call without any has an empty object.
+
+    Raises:
+        BadInputError: they are none, or stand in another message than an assistant's.
+    """
+    calls = from_text(message.get("tool_calls") or None)
+    if not calls:
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if not isinstance(calls, list):
+        raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
+    if message["role"] != "assistant":
+        raise BadInputError(
+            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls tools; "
+            "correct it."
+        )
+    return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = (call.get("function") or call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadInputError(f"{where} has a call of a tool without a name: {begin_of(call)}; give it {CALL}.")
+    arguments = from_json(function.get("arguments") or {})
+    if not isinstance(arguments, dict):
+        raise BadInputError(
+            f"{where} calls {function['name']!r} with arguments that are no JSON object: {begin_of(arguments)!r}; give "
+            "it {'name': value, ...}, or such a text."
+        )
+    called = {**function, "arguments": arguments}
+    return called if function is call else {**call, "function": called}
+
+
+def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as a JSON text, for templates that take no other."""
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": list(map(_with_text, message["tool_calls"]))}
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    if call.get("function"):
+        return {**call, "function": _with_text(call["function"])}
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+
+# -- declarations
+
+
+def with_tools(row: Row, where: str) -> Row:
+    """Return a row with its `tools` as a list of objects, or without any where that is empty.
+
+    Raises:
+        BadInputError: they are no such list.
+    """
+    tools = row.get("tools")
+    if isinstance(tools, str):  # as tables hold them
+        tools = from_text(tools) if tools.strip() else None
+        if isinstance(tools, str):
+            raise BadInputError(f"{where} has `tools` that are no JSON: {begin_of(tools)!r}; correct them.")
+    if tools in (None, []):
+        return {name: value for name, value in row.items() if name != "tools"}
+    tools = [_declared(from_text(tool)) for tool in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadInputError(
+            f"{where} has `tools` that are no list of objects: {begin_of(tools)}; give it [{DECLARATION}]."
+        )
+    return {**row, "tools": tools}
+
+
+def _declared(tool: object) -> object:
+    """Return a declaration with its parameters as an object; Arrow keeps different ones best as JSON texts."""
+    if not isinstance(tool, dict):
+        return tool
+    if isinstance(tool.get("function"), dict):
+        return {**tool, "function": _declared(tool["function"])}
+    return {**tool, "parameters": from_text(tool["parameters"])} if "parameters" in tool else tool
+
+
+# -- structs of Arrow
+
+
+def as_written(row: Row) -> Row:
+    """Return a row of Arrow without what only other rows have, in calls of tools and in their declarations.
+
+    Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
+    the tool's own declaration allows null; a text that holds JSON has its own keys alone.
+    """
+    changed: Row = {}
+    if isinstance(row.get("tools"), list):
+        changed["tools"] = _without_nulls(row["tools"])
+    parameters: dict[str, object] | None = None
+    for column, value in row.items():
+        if isinstance(value, list) and any(isinstance(each, dict) and each.get("tool_calls") for each in value):
+            parameters = _parameters_of(changed.get("tools", row.get("tools"))) if parameters is None else parameters
+            changed[column] = [_as_written_message(message, parameters) for message in value]
+    return {**row, **changed}
+
+
+def _as_written_message(message: Any, parameters: dict[str, object]) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_as_written_call(call, parameters) for call in calls]}
+
+
+def _as_written_call(call: Any, parameters: dict[str, object]) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**_without_nulls(call), "function": _as_written_call(call["function"], parameters)}
+    arguments = _given(call.get("arguments"), parameters.get(str(call.get("name"))))
+    return {**_without_nulls(call), "arguments": arguments}
+
+
+def _parameters_of(tools: object) -> dict[str, object]:
+    """Return the parameters that each tool declares, by its name."""
+    listed = filter(lambda tool: isinstance(tool, dict), map(from_text, _listed(from_text(tools))))
+    declared = [tool.get("function") or tool for tool in listed]
+    return {str(each.get("name")): from_text(each.get("parameters")) for each in declared if isinstance(each, dict)}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
+
+
+def _given(value: Any, schema: object) -> Any:
+    """Return arguments without the keys of null, but where their JSON schema allows it."""
+    if isinstance(value, list):
+        return [_given(each, _part(schema, "items")) for each in value]
+    if not isinstance(value, dict):
+        return value
+    of_keys = {key: _part(_part(schema, "properties"), key) for key in value}
+    return {
+        key: _given(each, of_keys[key]) for key, each in value.items() if each is not None or _allows_null(of_keys[key])
+    }
+
+
+def _part(schema: object, key: str) -> object:
+    return schema.get(key) if isinstance(schema, dict) else None
+
+
+def _allows_null(schema: object) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds, values, any_of, one_of = (_listed(schema.get(key)) for key in ("type", "enum", "anyOf", "oneOf"))
+    is_null = "null" in kinds or None in values or schema.get("nullable") is True
+    return is_null or any(map(_allows_null, [*any_of, *one_of]))
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]

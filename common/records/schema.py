@@ -1,0 +1,376 @@
+"""What stands in a record: the type of each value that is read, and what a completed run has of them.
+
+Pydantic checks a record against `Fields`. Keys that are not named here are taken as they are, and read by nobody.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, NotRequired, get_type_hints
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from common.base.run_config import RANGES, RUN_NAME_PATTERN, RunConfig
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+
+MOST = 10**18
+"""More than any count, number of bytes or seconds of a run."""
+
+
+def _inside(folder: str) -> str:
+    if folder.startswith(("/", "~")) or ".." in folder.split("/") or not folder.isprintable():
+        raise ValueError("it is no folder below the repository")
+    return folder
+
+
+def _name(name: str) -> str:
+    if not RUN_NAME_PATTERN.fullmatch(name):
+        raise ValueError("it is no name of a run")
+    return name
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    for allowed, names in RANGES.items():
+        for name in names:
+            if name in config and not allowed.holds(config[name]):
+                raise ValueError(f"{name} is {config[name]!r}, which no run has")
+    return config
+
+
+def _drawn(score: float) -> float:
+    if math.isfinite(score) and abs(score) > 1e100:
+        raise ValueError("it is larger than any loss")
+    return score
+
+
+Text = Annotated[str, Field(max_length=100_000)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Some = Annotated[int, Field(ge=1, le=MOST)]
+Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
+Figure = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
+Score = Annotated[float, AfterValidator(_drawn)]
+"""A loss or a score, which is no number or infinite where a run diverged."""
+Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
+Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
+TYPES_OF_SETTINGS = {int: Annotated[int, Field(ge=-MOST, le=MOST)], float: Figure, str: Text}
+Settings = Annotated[
+    TypedDict(
+        "Settings",
+        {name: TYPES_OF_SETTINGS.get(hint, hint) for name, hint in get_type_hints(RunConfig).items()
+         if not name.startswith("_")},
+        total=False,
+    ),
+    AfterValidator(_settings),
+]  # fmt: skip
+
+
+class Environment(TypedDict):
+    """Where a run was."""
+
+    packages: dict[Text, Text | None]
+    devices: list[Text]
+    threads_per_rank: Some | None
+    commit: Text | None
+
+
+class Share(TypedDict):
+    """What a rank had of the training."""
+
+    device: Text
+    samples: Count
+    tokens: Count
+
+
+class Memory(TypedDict):
+    """The memory of a device, in GiB."""
+
+    rank: Count
+    device: Text
+    planned_gib: Amount | None
+    peak_training_gib: NotRequired[Positive | None]
+    peak_allocated_gib: Amount | None
+    peak_rss_gib: Amount
+    total_gib: Amount
+    planned_gib_by_phase: NotRequired[dict[Text, Amount]]
+    peak_gib_by_phase: NotRequired[dict[Text, Amount]]
+
+
+class Batch(TypedDict):
+    """The batch that was planned."""
+
+    rows: Some
+    labelled: Count
+
+
+class Planned(TypedDict):
+    """What was planned."""
+
+    batch: Batch
+    sent_bytes: NotRequired[Amount]
+
+
+class Rows(TypedDict):
+    """What was read."""
+
+    training_rows: Count
+    training_tokens: Count
+
+
+class Scores(TypedDict, total=False):
+    """How good a model is; None where nobody judged, or the data name no facts."""
+
+    similarity_score: Score | None
+    similarity_score_tuned: Score | None
+    similarity_score_minilm: Score | None
+    shuffled_score: Score | None
+    shuffled_score_minilm: Score | None
+    facts_said_share: Score | None
+    commonest_facts_said_share: Score | None
+    swapped_facts_said_share: Score | None
+    facts_said_share_by_kind: dict[Text, Score | None]
+    questions: Count
+    rows: Count
+    accuracy: Score
+    accuracy_interval: Interval
+    macro_f1: Score
+    macro_f1_interval: Interval
+    labels: list[Text]
+    confusion: list[list[Count]]
+    rouge1: Score
+    rouge2: Score
+    rougeL: Score
+    rougeLsum: Score
+    exact_share: Score
+    preference_accuracy: Score | None
+    chosen_reward: Score | None
+    reward_margin: Score | None
+    invented_dates_share: Score | None
+    undated_share: Score | None
+    words: Score | None
+
+
+class Quality(TypedDict):
+    """How good the model was before and after training."""
+
+    before: NotRequired[Scores | None]
+    after: Scores
+    after_original_base: NotRequired[Scores | None]
+
+
+class Ceiling(TypedDict):
+    """The highest speed-up to expect of a machine."""
+
+    strong: Positive
+    weak: Positive
+    one_rank_global_batch_step_s: Amount
+    one_rank_share_step_s: Amount
+    all_ranks_share_step_s: Amount
+    reached: NotRequired[Amount | None]
+
+
+class Held(TypedDict):
+    """Bytes between two passes."""
+
+    weights_bytes: Some
+    gradients_bytes: Count
+    optimizer_bytes: Count
+
+
+class HeldByRanks(TypedDict):
+    """The same of each rank, and of one device with the whole."""
+
+    per_rank: Annotated[list[Held], Field(min_length=1)]
+    whole: Held
+
+
+class Sent(TypedDict):
+    """Bytes that a rank sends in a step."""
+
+    bytes: Amount
+    by_collective: dict[Text, Amount]
+
+
+class Quantization(TypedDict):
+    """How a base is stored in few bits."""
+
+    bits_per_quantized_weight: Amount
+    weights_gib: Positive
+    unquantized_gib: Amount
+    quantized_share: Figure
+
+
+class Stage(TypedDict):
+    """A stage of a pipeline."""
+
+    idle_share: Figure
+
+
+StepsOfSchedules = TypedDict("StepsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), Positive))
+ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), list[Figure]))
+
+
+class Pipeline(TypedDict):
+    """The schedules of a pipeline, timed in turn."""
+
+    stages: Some
+    micro_batches: Some
+    step_s: StepsOfSchedules
+    idle_share: ListsOfSchedules
+    peak_activations_mib: ListsOfSchedules
+    ideal_speedup: Figure
+    machine_ceiling: Figure
+    allowed_speedup: Figure
+    small_micro_batches_factor: Figure
+    unequal_stages_factor: Figure
+    sending_and_waiting_factor: Figure
+    naive_factor: Figure
+    speedup: Figure
+    share_of_allowed: Figure
+
+
+class Cost(TypedDict):
+    """What the devices would have cost."""
+
+    usd: Amount
+
+
+class Checkpoints(TypedDict):
+    """The checkpoint that was best, and the one that training began with."""
+
+    best: Text | None
+    went_on_from: Text | None
+
+
+class Fields(TypedDict):
+    """A record. What is not required came with later code, means something for some runs only, or was not reached."""
+
+    status: Literal["completed", "failed", "oom", "interrupted"]
+    technique: Text
+    parallel: Text
+    run_folder: Annotated[Text, AfterValidator(_inside)]
+    run_name: Annotated[Text, AfterValidator(_name)]
+    launcher: Text
+    command: Text
+    started_at: Text
+    config: Settings
+    environment: Environment
+    phases_s: dict[Text, Amount]
+    model_commit: NotRequired[Text | None]
+    error: NotRequired[Text]
+    cost: NotRequired[Cost | None]
+    planned: NotRequired[Planned | None]
+    data: NotRequired[Rows | None]
+    quality: NotRequired[Quality]
+    world: NotRequired[Annotated[list[Share], Field(min_length=1)]]
+    effective_batch_size: NotRequired[Some]
+    peak_learning_rate: NotRequired[Amount]
+    steps: NotRequired[Some]
+    train_time_s: NotRequired[Positive]
+    reporting_s: NotRequired[Amount]
+    tokens_per_s: NotRequired[Positive]
+    trained_parameters: NotRequired[Count]
+    flops_per_token: NotRequired[Positive]
+    updated_share: NotRequired[Figure | None]
+    training_losses: NotRequired[list[Point]]
+    validation_losses: NotRequired[Annotated[list[Point], Field(min_length=1)]]
+    validation_accuracies: NotRequired[list[Point]]
+    best_validation_loss: NotRequired[Score]
+    best_accuracy: NotRequired[Score]
+    merged_validation_losses: NotRequired[dict[Text, Score]]
+    checkpoints: NotRequired[Checkpoints]
+    memory: NotRequired[Annotated[list[Memory], Field(min_length=1)]]
+    machine_ceiling: NotRequired[Ceiling | None]
+    held: NotRequired[HeldByRanks]
+    sent: NotRequired[Sent]
+    quantization: NotRequired[Quantization]
+    stages: NotRequired[list[Stage] | None]
+    pipeline: NotRequired[Pipeline | None]
+    gallery: NotRequired[list[dict[Text, str | bool | None]]]
+
+
+# -- what a completed run has
+
+FIGURES = ("quality", "world", "effective_batch_size", "peak_learning_rate", "steps", "train_time_s", "reporting_s",
+           "tokens_per_s", "trained_parameters", "flops_per_token", "training_losses", "validation_losses",
+           "best_validation_loss", "memory")  # fmt: skip
+SETTINGS = ("model", "weights", "data", "precision", "device", "devices", "seed", "learning_rate",
+            "learning_rate_scaling", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+            "micro_batches", "schedule", "quantization", "optim", "target_modules", "loop", "link", "train_rows",
+            "gradient_exchange", "gradient_checkpointing")  # fmt: skip
+"""Without the later ones, which older records lack."""
+SCORES = {
+    "": ("similarity_score", "similarity_score_tuned", "similarity_score_minilm", "shuffled_score",
+         "shuffled_score_minilm", "facts_said_share", "questions"),
+    "common.reporting.classification": ("accuracy", "accuracy_interval", "macro_f1", "macro_f1_interval"),
+    "common.reporting.summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_share"),
+    "common.reporting.pictures": ("facts_said_share", "commonest_facts_said_share", "swapped_facts_said_share",
+                                  "facts_said_share_by_kind"),
+    "common.reporting.preferences": ("preference_accuracy", "chosen_reward", "invented_dates_share",
+                                     "facts_said_share", "words"),
+}  # fmt: skip
+"""By the module with the tables of a task's runs (`Task.reporting`): the scores that stand in them."""
+ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
+"""Scores of an adapter that was merged into the base before it was quantized."""
+
+
+def is_registered(record: Mapping[str, Any]) -> bool:
+    """Return whether what a run did is registered here; another program may have registered more."""
+    config = record["config"]
+    return (
+        {record["technique"], config.get("technique", record["technique"])} <= TECHNIQUES.keys()
+        and {record["parallel"], config.get("parallel", record["parallel"])} <= PARALLELISMS.keys()
+        and config.get("task", "chat") in TASKS  # older records know one task only
+    )
+
+
+def wrong_in(record: object) -> str:
+    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well."""
+    try:
+        _adapter().validate_python(record, strict=True)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        place = ".".join(map(str, first["loc"])) or "it"
+        if first["type"] == "missing":
+            return f"{place} is missing" + _more(others)
+        why = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        return f"{place} is {repr(first['input'])[:60]}, not {why}" + _more(others)
+    return ""
+
+
+@cache
+def _adapter() -> TypeAdapter:
+    return TypeAdapter(Fields)
+
+
+def _more(others: list[Any]) -> str:
+    return f", and {len(others)} more like it" if others else ""
+
+
+def missing_from(record: Mapping[str, Any]) -> str:
+    """Return what a record of a completed run lacks, whose values are well; empty: nothing."""
+    if record["status"] != "completed" or not is_registered(record):
+        return ""
+    return ", ".join(_missing(record))
+
+
+def _missing(record: Mapping[str, Any]) -> Iterator[str]:
+    task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
+    needed = {
+        *FIGURES,
+        *(("best_accuracy",) if task.classifies else ()),
+        *(("quantization",) if TECHNIQUES[record["technique"]].quantizes else ()),
+    }
+    yield from sorted(name for name in needed if record.get(name) is None)
+    settings = (*SETTINGS, "exchange_answers") if task.compares else SETTINGS
+    yield from (f"config.{name}" for name in settings if name not in record["config"])
+    scores = SCORES.get(task.reporting, ())
+    for when, names in (("before", scores), ("after", scores), ("after_original_base", ORIGINAL_BASE)):
+        found = quality.get(when)
+        if found is not None:
+            yield from (f"quality.{when}.{name}" for name in names if name not in found)
+    if task.compares and not quality.get("before"):
+        yield "quality.before"
+    if quality.get("after_original_base") and "merged_into_original" not in record.get("merged_validation_losses", {}):
+        yield "merged_validation_losses.merged_into_original"
