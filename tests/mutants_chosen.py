@@ -865,8 +865,8 @@ PROCESSES = (
     Fault(
         "a user's mistake ends with exit code 1",
         "common/base/command_line.py",
-        "    sys.exit(BAD_INPUT_EXIT_CODE)\n",
-        "    sys.exit(1)\n",
+        "_say_once(mistake)\n        sys.exit(BAD_INPUT_EXIT_CODE)\n",
+        "_say_once(mistake)\n        sys.exit(1)\n",
         _recipes("launchers", "bad_input_is_one_sentence_and_exit_code_2[number]"),
     ),
     Fault(

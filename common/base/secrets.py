@@ -115,7 +115,9 @@ def _logs_in(found: re.Match[str]) -> bool:
 
 def hide_secrets(error: BaseException | None) -> None:
     """Hide secrets in an error and in those that it came from, so that no traceback and no record shows one."""
-    while error is not None:
+    seen: set[int] = set()  # errors that were raised from each other are a circle
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.args = tuple(without_secrets(part) if isinstance(part, str) else part for part in error.args)
         for name in (*TELLING, *vars(error)):
             value = getattr(error, name, None)

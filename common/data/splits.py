@@ -126,7 +126,9 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
 def _say_names(names: dict[str, tuple[str, str]], source: str) -> str:
     """Return one line on splits that are called otherwise, by what a source calls each, and where it is; or none."""
     called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
-    others = [f"{name} is {split}" for split, name in called.items() if split_named(name) and split not in name.lower()]
+    others = [
+        f"{name} is {split}" for split, name in called.items() if split_named(name) and split[:3] not in name.lower()
+    ]
     return f"{source}: {', '.join(others)}" if others else ""
 
 

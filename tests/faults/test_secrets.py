@@ -196,6 +196,14 @@ def test_an_error_loses_its_secrets_and_stays_what_it_is(error: Exception) -> No
     assert isinstance(error, kind)
 
 
+def test_errors_that_came_from_each_other_end() -> None:
+    first, second = ValueError(SECRETS["HF_TOKEN"]), KeyError(SECRETS["HF_TOKEN"])
+    first.__cause__, second.__cause__ = second, first
+    hide_secrets(first)
+    assert HIDDEN in str(first)
+    assert HIDDEN in str(second)
+
+
 def test_printed_lines_lose_them(capsys: pytest.CaptureFixture[str]) -> None:
     with printing_with_prefix("[RANK0:CPU]"):
         print("logs in with", SECRETS["WANDB_API_KEY"])
