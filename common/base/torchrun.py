@@ -11,8 +11,8 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
 """And torchrun besides, with its run's id."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
-MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT"}
-"""Alone these make no process a rank: a cluster's scripts set them before any is started."""
+MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+"""Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """How many processes MPI has started, which Accelerate takes for ranks."""
 LAST_PORT, MOST_DIGITS, SHOWN_LETTERS = 65535, 9, 40

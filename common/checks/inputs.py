@@ -180,11 +180,11 @@ def check_results_folder(run: RunConfig) -> None:
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
-    except OSError as error:
+        check_free_for_run(results)
+    except OSError as error:  # also of a name that is too long
         raise BadInputError(
             f"Nothing can be written into {folder} ({error.strerror}): pass --results_root with a folder that can."
         ) from None
-    check_free_for_run(results)
 
 
 def check_folder(run: RunConfig) -> None:

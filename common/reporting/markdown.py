@@ -41,7 +41,10 @@ def _fitted(table: pd.DataFrame) -> str:
         return _as_table(table)
     links: dict[str, str] = {}
     table = table.map(partial(_with_references, links=links))
-    same = [column for column in table.columns if len(table) > 1 and table[column].nunique() == 1]
+    first, *others = table.columns
+    same = [column for column in others if len(table) > 1 and table[column].nunique() == 1]
+    if table[first].nunique() == 1 < len(table) and len(same) < len(others):  # something is left to tell rows by
+        same.insert(0, first)
     caption = "; ".join(f"{column}: {table[column].iloc[0]}" for column in same)
     table = table.drop(columns=same)
     if _width(table) > WIDEST:

@@ -312,7 +312,7 @@ def _column(record: Record, records: list[Record]) -> dict[str, object]:
         "effective batch size": record["effective_batch_size"],
         "steps": record["steps"],
         "learning rate": f"{record['config']['learning_rate']:g}",
-        "rank of the adapters": str(record["config"]["lora_r"]) if has_adapters else None,
+        "rank of the adapters": str(record["config"].get("lora_r", RunConfig.lora_r)) if has_adapters else None,
         "similarity score before": before_training(record, "similarity_score", score),
         "similarity score after": score(after["similarity_score"]),
         "by MiniLM before": before_training(record, "similarity_score_minilm", judged),

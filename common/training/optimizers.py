@@ -14,8 +14,8 @@ from common.base.run_config import RunConfig, check_choice
 from common.models.loading import weight_dtype
 from common.tasks.objectives import objective_of
 
-WIDTH = 64
-"""Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, whatever is asked for."""
+WIDTH = 320
+"""Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
 
 class _SettingsAlone(TrainingArguments):

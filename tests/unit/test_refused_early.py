@@ -66,11 +66,10 @@ def embedded(tmp_path: Path) -> Callable[..., str]:
 
 
 def refusal(do: Callable[..., object], *given: object) -> str:
-    """The sentence that refuses, which is one line, or nothing."""
+    """The sentence that refuses, or nothing."""
     try:
         do(*given)
     except BadInputError as refused:
-        assert len(str(refused).splitlines()) == 1
         return str(refused)
     return ""
 
@@ -108,7 +107,10 @@ def test_a_quantized_text_part_counts_and_an_empty_note_does_not(embedded: Calla
         ({"type": "linear", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 512),
-        ({"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}}, 1024),
+        (
+            {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+            1024,
+        ),
     ],
 )
 def test_a_factor_stretches_rotary_positions(rope: dict | None, reached: int, embedded: Callable[..., str]) -> None:
@@ -230,8 +232,8 @@ def test_a_recipe_of_which_a_model_has_some_names_alone_gives_way(monkeypatch: p
 
 
 def test_every_stage_of_a_pipeline_has_something_to_train() -> None:
-    stage_map = {"model.embed_tokens": 0, **{f"model.layers.{layer}": layer // 2 for layer in range(4)}, "model.norm": 1,
-                 "model.rotary_emb": 0, "lm_head": 1}  # fmt: skip
+    layers = {f"model.layers.{layer}": layer // 2 for layer in range(4)}
+    stage_map = {"model.embed_tokens": 0, **layers, "model.norm": 1, "model.rotary_emb": 0, "lm_head": 1}
     full = RUN.changed_to(**PIPELINE)
     for names, refused in (("all", ""), ("q_proj", ""), ("layers.0.self_attn.q_proj", "stage 1")):
         assert refused in refusal(check_stages_train, replace(full, target_modules=names), stage_map)

@@ -10,7 +10,7 @@ import pytest
 from common.base.command_line import BAD_INPUT_EXIT_CODE, ended_by_one_sentence, refused_in_one_sentence
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
-from common.base.torchrun import MPI_SIZES, RUN_ID, TOLD, TOLD_BY_TORCHRUN, check_told, nodes_command
+from common.base.torchrun import MEETING_PLACE, MPI_SIZES, RUN_ID, TOLD, TOLD_BY_TORCHRUN, check_told, nodes_command
 from common.checks.run_start import run_started
 from common.runtime.elastic import folder_of_user
 from common.runtime.launchers import ranks_command, torchrun_command
@@ -34,9 +34,18 @@ def without(told: dict[str, str], *names: str) -> dict[str, str]:
         BY_TORCHRUN,
         BY_TORCHRUN | {"WORLD_SIZE": "8", "RANK": "5", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
         {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+        {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "False"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1"},
     ],
-    ids=["alone", "by hand", "torchrun", "torchrun by srun", "a cluster's meeting place", "in a job of several tasks"],
+    ids=[
+        "alone",
+        "by hand",
+        "torchrun",
+        "torchrun by srun",
+        "a cluster's meeting place",
+        "a run that has ended",
+        "in a job of several tasks",
+    ],
 )
 def test_an_environment_that_is_whole_is_taken(environment: dict[str, str]) -> None:
     check_told(environment)
@@ -45,7 +54,7 @@ def test_an_environment_that_is_whole_is_taken(environment: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        *(({name: BY_TORCHRUN[name]}, name) for name in BY_TORCHRUN if not name.startswith("MASTER")),
+        *(({name: BY_TORCHRUN[name]}, name) for name in BY_TORCHRUN if name not in MEETING_PLACE),
         *((without(BY_HAND, name), f"no {name}") for name in TOLD),
         *((without(BY_TORCHRUN, name), f"no {name}") for name in TOLD_BY_TORCHRUN),
         (BY_HAND | {"MASTER_ADDR": ""}, "no MASTER_ADDR"),
