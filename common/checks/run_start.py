@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
 from accelerate.utils import gather_object
 
 from common.base.errors import BadInputError
@@ -40,7 +41,8 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
                 "note: a machine can be added only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun, on "
                 "all machines"
             )
-        checked = checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run)
+        with torch.random.fork_rng(devices=[]):  # adapters draw their start, whatever the checks have drawn
+            checked = checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run)
         # each rank's plan chose how many rows its device answers at once: ranks with unlike devices take the fewest
         at_once = min(gather_object([checked.per_device_eval_batch_size]))
         by_hand = replace(checked, per_device_eval_batch_size=asked.per_device_eval_batch_size)

@@ -238,7 +238,7 @@ def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable, 
     before = record.read_bytes()
     again = start("single", "--train_rows", "32", *LAST)
     assert again.end(60) == BAD_INPUT_EXIT_CODE
-    assert "33 training rows, but this run has 32" in again.output
+    assert all(f"{rows} rows" in again.output for rows in (33, 32))
     assert record.read_bytes() == before
 
 
