@@ -131,7 +131,7 @@ def test_results_that_cannot_be_written_or_are_a_link_are_refused(tmp_path: Path
     refusals = {
         "/proc/1": r"Nothing can be written into /proc/1/results .*pass --results_root",
         f"{tmp_path / 'file'}": "Nothing can be written",
-        f"{tmp_path}": "The results folder run is a link to elsewhere",
+        f"{tmp_path}": "run is a link to elsewhere",
     }
     for root, said in refusals.items():
         with pytest.raises(BadInputError, match=said):
