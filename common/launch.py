@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.base.asked_to_save import remember_if_asked
-from common.base.command_line import refused_in_one_sentence, silent_if_well
+from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
@@ -54,6 +54,7 @@ def main() -> None:
     if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
         os.execv(sys.executable, [sys.executable, first, *overrides])
     run = parse_overrides(workflow.RUN, overrides)
+    refuse_half_a_rank()
     with silent_if_well():
         check_inputs(run)
     if len(scripts) == 1:

@@ -22,8 +22,9 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_folders import folder_named
 from common.records import store
-from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record, words_of_command
+from common.records.store import RECORD_NAME, Record, keep_record, load_record, words_of_command
 from common.runtime.launchers import stream_command
+from common.siblings import TORCHRUN
 
 LOOKED_AT_S = 5.0
 BUSY_PERCENT = 15.0
@@ -31,13 +32,13 @@ NOTEBOOK = "the notebook"
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
 """What stands for a launcher's program, by this Python."""
 OF_A_FOLDER = re.compile(
-    r"(python( -m common\.ray_train)?|torchrun --nproc_per_node \d+"
+    rf"(python( -m common\.ray_train)?|torchrun --nproc_per_node \d+|{TORCHRUN.strip()}"
     r"|accelerate launch --config_file my_accelerate_config\.yaml) my_workflow_\w+\.py( .*)?"
 )
 """Commands that a record may have run here: they start a workflow of its run folder."""
 
 
-def records_in(folders: Sequence[str]) -> dict[Path, Record]:
+def records_below(folders: Sequence[str]) -> dict[Path, Record]:
     """Return the kept records by path; those below some folders of the repository, or all.
 
     Raises:
@@ -46,7 +47,7 @@ def records_in(folders: Sequence[str]) -> dict[Path, Record]:
     found: dict[Path, Record] = {}
     for folder in folders or [str(REPOSITORY)]:
         place = folder_named(Path(folder))
-        paths = [path for path in sorted(REPOSITORY.glob(f"{KEPT}/*.json")) if path.is_relative_to(place)]
+        paths = [path for path in store.kept_files() if path.is_relative_to(place)]
         if not paths:
             raise BadInputError(f"There is no kept record below {folder}: pass a technique's folder or a run folder.")
         found |= dict(store.records_in(paths))
@@ -96,7 +97,7 @@ def main() -> None:
     """Run the command line."""
     parser = OneSentenceParser(prog="python -m common.repeat", description=__doc__)
     parser.add_argument("folders", nargs="*", help="technique folders or run folders; without any, all records")
-    records = records_in(parser.parse_args().folders)
+    records = records_below(parser.parse_args().folders)
     commands = {path: record for path, record in records.items() if is_repeatable(record)}
     check_quiet()
     failed = []

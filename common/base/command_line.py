@@ -55,6 +55,7 @@ def ended_by_one_sentence() -> Iterator[None]:
 
     A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
     """
+    refuse_half_a_rank()
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         say_when_told_to_end(TOLD_ALONE)
     with refused_in_one_sentence():
@@ -71,14 +72,21 @@ def ended_by_one_sentence() -> Iterator[None]:
             if isinstance(error, AskedToEndError):
                 _say_once(error)
                 sys.exit(ASKED_TO_END_EXIT_CODE)
-            if isinstance(error, RunStoppedError):
-                sys.exit(f"error: {error}")
             if isinstance(error, RuntimeError) and is_of_the_network(error):
                 sys.exit(
                     f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; "
                     f"where it says nothing, it was killed, possibly as memory ran out (dmesg). {how_to_resume()}"
                 )
             raise
+
+
+def refuse_half_a_rank() -> None:
+    """End where the environment has a part of what a launcher tells a rank, whichever rank this process would be."""
+    try:
+        check_told(os.environ)
+    except BadInputError as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(BAD_INPUT_EXIT_CODE)
 
 
 def say_when_told_to_end(said: str) -> None:
@@ -115,30 +123,20 @@ def refused_in_one_sentence() -> Iterator[None]:
     Where what is printed is read by a command that ends earlier, such as `head`, it ends silently.
     """
     try:
-        check_told(os.environ)
-    except BadInputError as mistake:  # whichever rank this process would be
-        print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(BAD_INPUT_EXIT_CODE)
-    try:
         yield
         sys.stdout.flush()  # what is still buffered is refused here, and not when Python ends
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at its end fails again
-        sys.exit(CLOSED_PIPE_EXIT_CODE)
-    except BadInputError as mistake:
-        hide_secrets(mistake)
-        _say_once(mistake)
-        sys.exit(BAD_INPUT_EXIT_CODE)
-    except RunStoppedError as stop:
-        hide_secrets(stop)
-        sys.exit(f"error: {stop}")
-    except Exception as error:
+    except BaseException as error:
         hide_secrets(error)
-        sys.exit(report_fault(error))
-    except BaseException as left:
-        hide_secrets(left)
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails again
+            sys.exit(CLOSED_PIPE_EXIT_CODE)
+        if isinstance(error, BadInputError):
+            _say_once(error)
+            sys.exit(BAD_INPUT_EXIT_CODE)
+        if isinstance(error, RunStoppedError):
+            sys.exit(f"error: {_sayable(error)}")
+        if isinstance(error, Exception):
+            sys.exit(report_fault(error))
         raise
 
 
@@ -150,17 +148,21 @@ def report_fault(error: Exception) -> str:
     place = f"{path.name if path in of_libraries else path.relative_to(REPOSITORY)}, line {line}"
     with tempfile.NamedTemporaryFile("w", prefix="fault-", suffix=".txt", delete=False, encoding="utf-8") as file:
         file.write("".join(traceback.format_exception(error)))
-    said = shortened(f"{type(error).__name__}: {error}")
+    said = printable(shortened(f"{type(error).__name__}: {error}"))
     return f"error: {FAULT} ({place}): {said}\nIts trace is in {file.name}: send it with a report, or read it there."
 
 
 def _say_once(error: Exception) -> None:
     """Say an error that every rank has, once for each machine."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {printable(shortened(str(error)))}", file=sys.stderr)
+        print(f"error: {_sayable(error)}", file=sys.stderr)
     else:
         when_told_to_end(signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
         time.sleep(SPEAK_FIRST_S)
+
+
+def _sayable(error: Exception) -> str:
+    return printable(shortened(str(error)))
 
 
 def shortened(said: str) -> str:

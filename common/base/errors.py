@@ -110,10 +110,10 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
     """
     try:
         yield
-    except (BadInputError, RunStoppedError, MemoryError):
+    except (BadInputError, RunStoppedError):
         raise
     except Exception as error:
-        if is_full_disk(error):
+        if is_full_disk(error) or status_of(error) == "oom":
             raise
         why = f"{type(error).__name__}: {said_by(error)}"
         raise BadInputError(f"{what} cannot be {done} ({why}). {next_step}".rstrip()) from error

@@ -149,11 +149,6 @@ class RunConfig(
         return names_in(self.target_modules)
 
     @property
-    def trainer_takes_steps(self) -> bool:
-        """Whether Transformers' Trainer takes the optimizer's steps; else a loop that is written out does."""
-        return self.loop == "trainer" and not self.parallelism.strategy
-
-    @property
     def world_size(self) -> int:
         """Ranks (processes) of the run."""
         return 1 if self.parallelism.in_one_process else self.devices

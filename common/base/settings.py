@@ -88,7 +88,9 @@ MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "
 SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
 SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
 TRAINER = OnlyFor("the Trainer", lambda run: run.loop == "trainer")
-TRAINERS_STEPS = OnlyFor("single, ddp and mp, whose steps the Trainer takes", lambda run: run.trainer_takes_steps)
+BATCHES_READ_AHEAD = OnlyFor(
+    "single, ddp and mp with the Trainer", lambda run: run.loop == "trainer" and not run.parallelism.strategy
+)
 WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
 
 Limit = Range | OnlyFor
@@ -254,7 +256,7 @@ class DataSettings:
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
         within=(AT_LEAST_0, HELD),
-        only_for=TRAINERS_STEPS,
+        only_for=BATCHES_READ_AHEAD,
     )
     partitions: int = setting(
         0,

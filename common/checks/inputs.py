@@ -12,7 +12,7 @@ import torch
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig, check_choice
+from common.base.run_config import RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data.rows import Row
@@ -38,7 +38,7 @@ from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint, digests_of
 from common.training.compiled_layers import check_compiler
-from common.training.optimizers import check_optimizer, check_schedule
+from common.training.optimizers import check_optimizer, check_schedule, check_schedule_name
 from common.training.placement import check_placement_and_memory
 from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 from common.training.strategy import strategy_class
@@ -56,7 +56,6 @@ def check_inputs(run: RunConfig) -> RunConfig:
     """
     run = check_settings(run)
     rows = training_rows(run)
-    check_schedule(run, run.total_steps(len(rows)))
     results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
     if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
@@ -88,7 +87,7 @@ def check_settings(run: RunConfig) -> RunConfig:
         check_independent_judge(run)
     check_trackers(run)
     check_optimizer(run)
-    check_schedule(run, run.max_steps if run.max_steps > 0 else run.num_train_epochs)
+    check_schedule_name(run)
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
@@ -111,11 +110,11 @@ def check_trackers(run: RunConfig) -> None:
         get_available_reporting_integrations,
     )
 
-    trackers = run.report_to.split(",")
+    trackers = names_in(run.report_to)
     for tracker in trackers:
         check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
         if tracker not in INTEGRATION_TO_CALLBACK and len(trackers) > 1:
-            raise BadInputError(f"report_to is {run.report_to}, but {tracker} stands alone: pass one of the two.")
+            raise BadInputError(f"report_to is {run.report_to}, but {tracker} cannot be combined with others: pass it alone, or leave it out.")
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
 
@@ -149,12 +148,13 @@ def training_rows(run: RunConfig) -> Sequence[Row]:
     """Return the run's training rows, at least one for each rank, or part that ranks draw from.
 
     Raises:
-        BadInputError: a row is missing or malformed, or there are too few.
+        BadInputError: a row is missing or malformed, there are too few, or no schedule can be followed over their steps.
     """
     rows = load_splits(run).train
     if len(rows) < run.partition_count:
         parts = f"{run.partition_count} {'partitions' if run.partitions else 'ranks'}"
         raise BadInputError(f"There are {len(rows)} training rows for {parts}: give each at least one.")
+    check_schedule(run, run.total_steps(len(rows)))
     return rows
 
 

@@ -32,7 +32,7 @@ from accelerate.utils import gather_object
 from tabulate import tabulate
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence, silent_if_well
+from common.base.command_line import SPEAK_FIRST_S, refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
@@ -569,4 +569,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     options, overrides = parser.parse_known_args(arguments)
     run = run_of_folder(options.run_folder, overrides, parser.options)
+    refuse_half_a_rank()
     sys.exit(preflight(options, replace(run, weights="random"), arguments))

@@ -20,6 +20,9 @@ from common.planning.architectures import cached_commit
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 LOOPBACK = ("127.", "::1")
 LAST_BYTES = 2**16
+READ_WHOLE = ("config.json", "*.index.json", "tokenizer*", "chat_template*", "additional_chat_templates/*", "vocab.*",
+              "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")  # fmt: skip
+"""Of a model's folder: its configuration, the index of its weights, its tokenizer and its chat templates."""
 ELSEWHERE = "192.0.2.1"
 """An address that no machine has (RFC 5737): the default route leads to it."""
 OWN_COLUMNS = ("where", "picture")
@@ -87,8 +90,8 @@ def digest_of_model(run: RunConfig) -> str:
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
     digest = sha256()
-    for pattern in ("config.json", "*.index.json", "tokenizer*", "chat_template*", "additional_chat_templates/*"):
-        for path in sorted(folder.glob(pattern)):
+    for pattern in READ_WHOLE:
+        for path in filter(Path.is_file, sorted(folder.glob(pattern))):
             digest.update(path.name.encode() + path.read_bytes())
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())

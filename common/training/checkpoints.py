@@ -386,7 +386,7 @@ def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) 
         data: What `digests_of` returns of its rows; None = they are not known.
     """
     settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
-    settings["target_modules"] = ",".join(sorted(run.target_modules.split(",")))
+    settings["target_modules"] = ",".join(sorted(run.target_names))
     if run.goal.summarizes:
         settings["partitions"] = run.partition_count
     if run.parallelism.pipelines:

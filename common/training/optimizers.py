@@ -13,7 +13,9 @@ from common.base.errors import BadInputError, reading
 from common.base.run_config import RunConfig, check_choice
 from common.models.loading import weight_dtype
 from common.tasks.objectives import objective_of
+from common.training.strategy import trainer_takes_steps
 
+SCHEDULES = tuple(each.value for each in SchedulerType)
 WIDTH = 320
 """Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
@@ -47,6 +49,15 @@ def check_optimizer(run: RunConfig) -> None:
     _check_tried(run, "optim", names, _try_optimizer)
 
 
+def check_schedule_name(run: RunConfig) -> None:
+    """Refuse a learning-rate schedule that Transformers does not know.
+
+    Raises:
+        BadInputError: with the names of those that it does.
+    """
+    check_choice("lr_scheduler_type", run.lr_scheduler_type, SCHEDULES)
+
+
 def check_schedule(run: RunConfig, steps: int) -> None:
     """Refuse a learning-rate schedule that Transformers does not know, or that cannot be followed in this run.
 
@@ -55,9 +66,8 @@ def check_schedule(run: RunConfig, steps: int) -> None:
     Raises:
         BadInputError: with the reason, and the names of those that can.
     """
-    names = [each.value for each in SchedulerType]
-    check_choice("lr_scheduler_type", run.lr_scheduler_type, names)
-    _check_tried(run, "lr_scheduler_type", names, lambda each: _try_schedule(each, steps))
+    check_schedule_name(run)
+    _check_tried(run, "lr_scheduler_type", SCHEDULES, lambda each: _try_schedule(each, steps))
 
 
 def _check_tried(run: RunConfig, setting: str, names: Iterable[str], attempt: Callable[[RunConfig], object]) -> None:
@@ -85,7 +95,7 @@ def _try_optimizer(run: RunConfig) -> None:
         )
     if "model" in settings or "optimizer_dict" in settings:
         raise BadInputError(f"{what} takes its steps in the backward pass, before gradients are checked and clipped.")
-    if hasattr(kind, "train") and not run.trainer_takes_steps:
+    if hasattr(kind, "train") and not trainer_takes_steps(run):
         raise BadInputError(
             f"{what} has weights to train and others to validate by, and the loop of this run does not switch them."
         )
@@ -109,7 +119,7 @@ def _try_schedule(run: RunConfig, steps: int) -> None:
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    if not run.trainer_takes_steps:
+    if not trainer_takes_steps(run):
         raise BadInputError(f"{what} needs each validation's loss, of which the loop of this run does not tell it.")
     if objective_of(run).higher_is_better:
         raise BadInputError(f"{what} waits for a lower loss, but this task is validated by a score that is to rise.")

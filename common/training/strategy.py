@@ -531,4 +531,5 @@ def trainer_takes_steps(run: RunConfig) -> bool:
     A folder that shards has one loop for all that it does, DDP included.
     """
     shards = run.run_folder and literal_of(REPOSITORY / run.run_folder).is_sharded
-    return not (strategy_class(run).takes_steps or (run.parallelism.replicates and shards))
+    is_written_out = run.loop != "trainer" or strategy_class(run).takes_steps or (run.parallelism.replicates and shards)
+    return not is_written_out

@@ -43,7 +43,7 @@ from typing_extensions import override
 
 from common.base.errors import AskedToEndError, BadInputError, RunStoppedError
 from common.base.loggers import silent
-from common.base.run_config import LAST, RunConfig
+from common.base.run_config import LAST, RunConfig, names_in
 from common.data.batches import (
     SORTED_STEPS,
     EpochBatches,
@@ -682,7 +682,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         remove_unused_columns=False,
         dataloader_num_workers=run.dataloader_num_workers,
-        report_to=run.report_to.split(","),
+        report_to=list(names_in(run.report_to)),
         disable_tqdm=True,
         seed=run.seed,
         **optimizer_settings(run),

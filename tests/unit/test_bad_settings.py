@@ -20,6 +20,7 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import exchange_timeout
 from common.training.optimizers import check_schedule
+from common.training.strategy import trainer_takes_steps
 from common.training.trainer import training_arguments
 
 BASES = {
@@ -119,7 +120,7 @@ def build(run: RunConfig, folder: Path) -> None:
     trainer.optimizer.step()
     arguments.get_warmup_steps(steps)
     trainer.state.compute_steps(arguments, steps)
-    if run.trainer_takes_steps and not hasattr(trainer.lr_scheduler, "lr_lambdas"):
+    if trainer_takes_steps(run) and not hasattr(trainer.lr_scheduler, "lr_lambdas"):
         trainer.lr_scheduler.step(1.0)
     else:
         for _ in range(min(steps, 12)):

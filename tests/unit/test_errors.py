@@ -23,6 +23,7 @@ from common.base.errors import (
     BadInputError,
     is_full_disk,
     is_of_the_network,
+    reading,
     status_of,
     told_later,
     when_told_to_end,
@@ -78,6 +79,12 @@ def test_a_full_disk_is_known_by_the_systems_number(error: BaseException, is_ful
     assert is_full_disk(error) == is_full
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_too_little_memory_is_no_fault_of_what_was_read(error: Exception) -> None:
+    with pytest.raises(type(error)), reading("The model"):
+        raise error
+
+
 @pytest.fixture
 def pythons_own_pipes() -> Iterator[None]:
     """A write that nobody reads is an error, whatever command ran in this process before (the planner's changes it)."""
@@ -99,7 +106,7 @@ def test_what_nobody_reads_any_more_ends_silently_and_another_broken_pipe_does_n
             with pytest.raises(SystemExit, match="141"), refused_in_one_sentence():
                 print("not flushed before the end")
             return
-        with pytest.raises(BrokenPipeError), refused_in_one_sentence():
+        with pytest.raises(SystemExit, match="BrokenPipeError"), refused_in_one_sentence():
             raise BrokenPipeError
     os.close(reader)
 

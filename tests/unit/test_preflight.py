@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_not_tried_unless_asked_for(
 ) -> None:
     tried = mock.Mock(return_value=[MEASURED])
     monkeypatch.setattr(preflight, "measure_all", tried)
-    monkeypatch.setattr(preflight, "cpu_device", lambda: replace(cpu_device(), memory_gib=0.6))
+    monkeypatch.setattr(preflight, "cpu_device", lambda *_: replace(cpu_device(), memory_gib=0.6))
     assert (exit_code(SINGLE, "--batch_size", "64"), tried.call_count) == (1, 0)
     assert lacking(capsys.readouterr().out, "does not fit", "would fit") == []
     assert (exit_code(SINGLE, "--batch_size", "64", "--anyway"), tried.call_count) == (0, 1)
@@ -409,7 +409,8 @@ def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("os.execv", started)
     assert exit_code(DDP, "--batch_size", "4") == 0
     command = " ".join(started.call_args.args[1])
-    assert command.endswith(f"--nproc_per_node 2 -m common.preflight {DDP} --batch_size 4")
+    assert "--nproc_per_node 2 " in command
+    assert command.endswith(f"-m common.preflight {DDP} --batch_size 4")
 
 
 def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run: RunConfig) -> None:

@@ -15,7 +15,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import planner_command, preflight
-from common.checks.inputs import check_trackers
+from common.checks.inputs import check_settings, check_trackers, training_rows
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data import stored_rows
 from common.data.batches import longest_first
@@ -35,6 +35,8 @@ from common.training.strategy import strategy_class
 
 RUN = RunConfig(independent_judge="none", report_to="none")
 PIPELINE = {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2}
+REPLICAS = {"technique": "lora", "parallel": "ddp", "devices": 2}
+WRITTEN_OUT = {**REPLICAS, "run_folder": "2.6_full_finetuning_with_fsdp/run_0_cpu_x2"}
 GPT2 = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
 PREQUANTIZED = [
     {"quant_method": "gptq", "bits": 4, "group_size": 128},
@@ -258,6 +260,8 @@ def test_every_stage_of_a_pipeline_has_something_to_train() -> None:
         ({"learning_rate": 1e-4}, "greedy", False),
         (PIPELINE, "reduce_lr_on_plateau", False),
         (PIPELINE, "greedy", False),
+        (WRITTEN_OUT, "reduce_lr_on_plateau", False),
+        (REPLICAS, "reduce_lr_on_plateau", True),
         ({"task": "summarization", "technique": "full", "loop": "accelerate"}, "reduce_lr_on_plateau", False),
         ({"task": "classification", "technique": "full"}, "reduce_lr_on_plateau", False),
         ({}, "cosin", False),
@@ -267,6 +271,14 @@ def test_a_schedule_is_followed_before_the_run_follows_it(settings: dict, name: 
     found = refusal(check_schedule, RUN.changed_to(**settings, lr_scheduler_type=name), 100)
     assert works == (not found)
     assert works or (name in found and "cosine" in found)
+
+
+def test_a_schedule_is_followed_over_the_steps_of_the_rows() -> None:
+    run = RUN.changed_to(lr_scheduler_type="polynomial", warmup_steps=6, num_train_epochs=6)
+    training_rows(check_settings(run))
+    short = run.changed_to(max_steps=6)
+    assert "polynomial" in refusal(training_rows, short)
+    assert "cosin" in refusal(check_settings, run.changed_to(lr_scheduler_type="cosin"))
 
 
 def test_an_optimizer_is_built_before_the_run_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +307,7 @@ def test_an_optimizer_without_its_package_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_trackers_stand_alone_where_their_names_mean_none_or_all() -> None:
     check_trackers(replace(RUN, report_to="none"))
+    check_trackers(replace(RUN, report_to="tensorboard, tensorboard"))
     for trackers in ("none,tensorboard", "tensorboard,all", "", "tensorbord"):
         assert refusal(check_trackers, replace(RUN, report_to=trackers))
 

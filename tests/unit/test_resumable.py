@@ -136,7 +136,7 @@ def test_another_setting_is_refused_by_name_with_both_values(
 
 
 def test_how_far_and_how_fast_and_what_is_reported_may_change(tmp_path: Path) -> None:
-    folder = _saved(tmp_path, replace(SINGLE, target_modules="v_proj,q_proj"))
+    folder = _saved(tmp_path, replace(SINGLE, target_modules="v_proj, q_proj"))
     run = replace(
         SINGLE, target_modules="q_proj,v_proj", num_train_epochs=9, learning_rate=1e-5, eval_steps=2, save_steps=3.0,
         max_new_tokens=5, report_to="none", step_timeout_s=9.0, gradient_checkpointing=True, test_rows=3,

@@ -2,15 +2,18 @@
 
 import os
 import stat
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from common import launch
 from common.base.command_line import BAD_INPUT_EXIT_CODE, ended_by_one_sentence, refused_in_one_sentence
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.base.torchrun import MEETING_PLACE, MPI_SIZES, RUN_ID, TOLD, TOLD_BY_TORCHRUN, check_told, nodes_command
+from common.checks import preflight
 from common.checks.run_start import run_started
 from common.runtime.elastic import folder_of_user
 from common.runtime.launchers import ranks_command, torchrun_command
@@ -86,19 +89,32 @@ def test_half_an_environment_or_values_of_no_rank_are_refused_by_name(
 def test_what_another_launcher_left_is_said_at_once_whichever_rank_it_would_be(
     left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of commands and workflows alike; a notebook's cell calls the workflow itself."""
+    """Of whatever begins a run: a workflow, a command that starts one, a notebook's cell; and of nothing else."""
     for name in BY_TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(left, "1")
-    for command in (refused_in_one_sentence, ended_by_one_sentence):
-        with pytest.raises(SystemExit) as ended, command():
+
+    def begin() -> None:
+        with ended_by_one_sentence():
             pytest.fail("it began")
+
+    monkeypatch.setattr("common.launch.check_inputs", lambda run: pytest.fail("it began"))
+    monkeypatch.setattr(sys, "argv", ["launch", "2.1_lora_finetuning/run_0_cpu_x1"])
+    for command in (begin, launch.main, lambda: preflight.main(["2.1_lora_finetuning/run_0_cpu_x1"])):
+        with pytest.raises(SystemExit) as ended:
+            command()
         assert ended.value.code == BAD_INPUT_EXIT_CODE
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert left in said
     with pytest.raises(BadInputError, match=left), run_started(RunConfig()):
         pytest.fail("it began")
+    for command in (launch.main, preflight.main):
+        monkeypatch.setattr(sys, "argv", ["command", "2.1_lora_finetuning/run_0_cpu_x1", "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            command()
+    with refused_in_one_sentence():
+        print("a report")
 
 
 def test_a_torchrun_on_one_machine_meets_nobody_over_the_network() -> None:

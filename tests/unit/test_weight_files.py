@@ -277,6 +277,18 @@ def test_machines_whose_files_of_weights_differ_are_told_apart(divided: Path) ->
     assert len({before, changed, digest()}) == 3
 
 
+def test_machines_whose_tokenizers_differ_are_told_apart_whatever_lies_beside_them(tmp_path: Path) -> None:
+    def digest() -> str:
+        return digest_of_model(RunConfig(model=str(tmp_path)))
+
+    (tmp_path / "tokenizer").mkdir()
+    digests = [digest()]
+    for name in ("vocab.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spm.model"):
+        (tmp_path / name).write_text(name)
+        digests.append(digest())
+    assert len(set(digests)) == len(digests)
+
+
 def test_the_headers_of_a_model_of_70b_are_checked_in_a_moment(tmp_path: Path) -> None:
     """30 files that are as long as they say, and empty: no tensor is read, or this would take minutes."""
     shape = (REPOSITORY / "assets" / "model_configs" / "llama-3.1-70b.json").read_text()
