@@ -20,8 +20,7 @@ from common.base.errors import BadInputError
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.base.specs import TASKS
-from common.records.schema import is_registered
+from common.base.specs import TASKS, is_registered
 from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, own_tables, results_of_this_machine, task_of

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from datasets import Dataset, DatasetDict
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.files import checked, splits_of_file
 from common.data.rows import Row, Splits
-from common.data.splits import load_splits
+from common.data.splits import load_splits, row_kind
 
 
 def write(path: Path | str, content: Sequence[Any] | str | bytes) -> str:
@@ -46,6 +48,12 @@ def text_of(rows: Sequence[Any], kind: str, delimiter: str = ",") -> str:
     table = io.StringIO(newline="")
     csv.writer(table, delimiter=delimiter).writerows([rows[0], *(row.values() for row in rows)])
     return table.getvalue()
+
+
+def rows_of_file(path: str, run: RunConfig) -> Sequence[Row]:
+    """Return the rows of a file, checked, without dividing them into splits."""
+    kind = row_kind(run)
+    return checked(chain.from_iterable(splits_of_file(path, kind.holds).values()), path, kind)
 
 
 def put_on_hub(monkeypatch: pytest.MonkeyPatch, **splits: Dataset | list[Row]) -> None:

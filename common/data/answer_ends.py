@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.errors import BadInputError, reading
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel  # they take seconds to import
 
 RENDERING_S = 5
 """Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
@@ -217,7 +220,7 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
     )
 
 
-def stops_of_model(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Stops:
+def stops_of_model(tokenizer: PreTrainedTokenizerBase, model: "PreTrainedModel") -> Stops:
     """Return where a model stops that answers with this tokenizer; see `stops_of`."""
     return stops_of(tokenizer, model.generation_config.eos_token_id)
 
@@ -227,7 +230,7 @@ def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
     return stops_of(tokenizer, _saved_settings(folder).get("eos_token_id"))
 
 
-def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: GenerationConfig | None = None) -> None:
+def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: "GenerationConfig | None" = None) -> None:
     """Write where generation stops into a folder's generation config, beside what it has, or else the `base`'s has.
 
     A text that ends answers is not: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
@@ -244,5 +247,5 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
     file = folder / GENERATION_CONFIG_NAME
     if not file.is_file():
         return {}
-    with reading(f"{file.name} of {folder.name}", "correct or remove it."):
+    with reading(f"{file.name} of {folder.name}", "Correct or remove it."):
         return dict(json.loads(file.read_text(encoding="utf-8")))

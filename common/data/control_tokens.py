@@ -56,19 +56,20 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
     Raises:
         BadInputError: with the first token and its row; also where the tokenizer cannot encode it as text.
     """
-    pattern, total = control_tokens(tokenizer), 0
-    rows_of: dict[str, list[Row]] = {}
+    pattern, total, count = control_tokens(tokenizer), 0, 0
+    first_of: dict[str, Row] = {}
     for rows in splits:
         total += len(rows)
         for row in rows:
             token = control_token_in(row, pattern)
             if token:
-                rows_of.setdefault(token, []).append(row)
-    if not rows_of:
+                count += 1
+                first_of.setdefault(token, row)
+    if not first_of:
         return
-    token, (first, *_) = next(iter(rows_of.items()))
+    token, first = next(iter(first_of.items()))
     found = (
-        f"{sum(map(len, rows_of.values())):,} of {total:,} rows have control tokens of the tokenizer in their texts "
+        f"{count:,} of {total:,} rows have control tokens of the tokenizer in their texts "
         f"(the first: {token!r} in {place_of(first)})"
     )
     if run.control_tokens == "refuse":
@@ -76,7 +77,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
             f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text, by which they are "
             "read as text."
         )
-    for token, (row, *_) in rows_of.items():
+    for token, row in first_of.items():
         if not _is_encodable(token, tokenizer):
             raise BadInputError(
                 f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
@@ -84,7 +85,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
             )
     has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
     say_once(
-        f"WARNING: {found}: they are read as text (--control_tokens refuse refuses such rows)"
+        f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse)"
         f"{has_template if run.goal.converses else ''}"
     )
 
@@ -96,7 +97,10 @@ def _is_encodable(token: str, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return messages or tools with their control tokens marked, also in keys, for `encode_marked_chat`."""
+    """Return messages or tools with their control tokens marked, for `encode_marked_chat`.
+
+    Also in keys, which Transformers leaves out, and models write: arguments of a call may have any name.
+    """
     if isinstance(value, dict):
         return {marked(key, pattern): marked(each, pattern) for key, each in value.items()}
     if isinstance(value, list):

@@ -5,13 +5,12 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from io import TextIOWrapper
-from itertools import chain
+from io import BufferedReader, TextIOWrapper
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
@@ -36,12 +35,13 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of Git LFS instead of the file: run `git lfs pull` in its folder",
-    b"PK\3\4": "a spreadsheet or an archive: save the spreadsheet as .csv, or unpack the archive",
-    b"\xd0\xcf\x11\xe0": "a spreadsheet of old: save it as .csv",
+    b"PK\3\4": "a spreadsheet (save it as .csv) or an archive (unpack it)",
+    b"\xd0\xcf\x11\xe0": "an old spreadsheet (.xls): save it as .csv",
     b"\x1f\x8b": "compressed: let its name end in .gz",
     b"PAR1": "Parquet: let its name end in .parquet",
 }
 """What files begin with that are not what their names say."""
+BEGIN_BYTES = 64
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 NOT_FOUND = (404, 410)
 """Answers of HTTP by which there is no such file."""
@@ -64,33 +64,34 @@ def is_url(source: str) -> bool:
     return "://" in source
 
 
+def is_http(source: str) -> bool:
+    """Return whether a source is a URL of a web server, which may have more behind its path."""
+    return is_url(source) and "http" in source.partition("://")[0]
+
+
+def suffixes_of(source: str) -> tuple[str, str]:
+    """Return the suffix of a file or URL, and that of its compression: `.csv` and `.gz` of `rows.csv.gz`."""
+    path = urlsplit(source).path if is_http(source) else source
+    *_, inner, last = "", "", *PurePosixPath(path.lower()).suffixes
+    if last in COMPRESSED and inner:
+        return inner, last
+    is_table = last == TEXT_FILE and inner in TABLES  # as Windows may call one
+    return (inner if is_table else last), ""
+
+
 def suffix_of(source: str) -> str:
     """Return the suffix of a file or URL, without that of its compression: `.csv` of `https://host/rows.csv.gz?a=b`.
 
     Raises:
         BadInputError: it is an archive, or a Parquet file that was compressed once more.
     """
-    path = urlsplit(source).path if "http" in source.partition("://")[0] and is_url(source) else source
-    suffixes = PurePosixPath(path.lower()).suffixes[-2:]
-    suffix = suffixes[-1] if suffixes else ""
-    is_compressed = suffix in COMPRESSED
-    is_within = is_compressed or (suffix == TEXT_FILE and suffixes[0] in TABLES)  # as Windows may call a table
-    inner = suffixes[0] if is_within and len(suffixes) > 1 else suffix
-    if inner in ARCHIVES or (is_compressed and inner in BINARY):
+    suffix, compression = suffixes_of(source)
+    if suffix in ARCHIVES or (compression and suffix in BINARY):
         raise BadInputError(
             f"The data file {source} is an archive, which is not read: unpack it, and pass --data with the file or "
             f"folder that was in it ({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
         )
-    return inner
-
-
-def read_rows(source: str, kind: RowKind) -> Sequence[Row]:
-    """Return the rows of a file that has no splits, checked.
-
-    Raises:
-        BadInputError: the file is missing or empty, or a row is malformed.
-    """
-    return checked(chain.from_iterable(splits_of_file(source, kind.holds).values()), source, kind)
+    return suffix
 
 
 def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
@@ -140,16 +141,13 @@ def lines_of(source: str, holds: str) -> Iterator[str]:
         BadInputError: it is missing, cannot be read, seems to have no end, or is not UTF-8 (or UTF-16 with its mark);
             says which encoding it probably has.
     """
-    with _refusing(source, holds):
-        with _opened(source) as file:
-            begin = b"" if is_url(source) else file.read(64)
+    packed_bytes = sys.maxsize if is_url(source) or not suffixes_of(source)[1] else os.path.getsize(source)
+    with _refusing(source, holds), _opened(source) as file:
+        begin = file.peek(BEGIN_BYTES)[:BEGIN_BYTES]
         _check_begin(begin, source)
         encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), "utf-8-sig")
-        is_packed = not is_url(source) and infer_compression(source)
-        packed_bytes = os.path.getsize(source) if is_packed else sys.maxsize
-        try:
-            with _opened(source) as file:  # with the ends of lines: fields of a CSV file keep theirs
-                yield from _whole_lines(TextIOWrapper(file, encoding, newline=""), source, packed_bytes)
+        try:  # with the ends of lines: fields of a CSV file keep theirs
+            yield from _whole_lines(TextIOWrapper(file, encoding, newline=""), source, packed_bytes)
         except UnicodeError:
             raise _not_utf8(source) from None
 
@@ -169,17 +167,14 @@ def _refusing(source: str, holds: str) -> Iterator[None]:
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[IO[bytes]]:
+def _opened(source: str) -> Iterator[BufferedReader]:
     """Open a file, which is decompressed as it is read; a path is taken as it is, whatever is in it."""
-    if is_url(source):
-        with fsspec.open(source, "rb", compression="infer") as file:
-            yield file
-        return
-    compression = infer_compression(source)
-    if compression is None and source.lower().endswith(COMPRESSED):
+    packed = suffixes_of(source)[1]
+    compression = infer_compression(f"rows{packed}")
+    if packed and compression is None:
         raise ImportError("zstandard")
-    with open(source, "rb") as file:
-        yield compr[compression](file, mode="r") if compression else file
+    with fsspec.open(source, "rb") if is_url(source) else open(source, "rb") as file:
+        yield BufferedReader(compr[compression](file, mode="r") if compression else file)
 
 
 def text_of(source: str) -> str:
@@ -218,8 +213,8 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
 
 def _is_bomb(source: str) -> BadInputError:
     return BadInputError(
-        f"The data file {source} becomes more than {BOMB_RATIO:,} times as large as it is, or has more rows than "
-        "bytes: it is damaged, or holds one text again and again; unpack it, and look at it."
+        f"The data file {source} grows to more than {BOMB_RATIO:,} times its size when it is unpacked, or has more "
+        "rows than bytes: it is damaged, or holds one text again and again; unpack it, and look at it."
     )
 
 
@@ -282,7 +277,7 @@ def _binary_rows(source: str, suffix: str, holds: str) -> Found:
 
             path = DownloadManager().download(source)
         with open(path, "rb") as file:
-            _check_begin(file.read(64).removeprefix(b"PAR1"), source)
+            _check_begin(file.read(BEGIN_BYTES).removeprefix(b"PAR1"), source)
         rows = _arrow_rows(path) if suffix == ARROW else _parquet_rows(path, source)
         for number, row in enumerate(rows, 1):
             yield row, f"{source}, row {number}"
@@ -298,20 +293,24 @@ def _parquet_rows(path: str, source: str) -> Iterator[Row]:
     import pyarrow as pa  # here: few runs need them
     import pyarrow.parquet as pq
 
-    file, size, read = pq.ParquetFile(path), os.path.getsize(path), 0
+    file, size = pq.ParquetFile(path), os.path.getsize(path)
     if file.metadata.num_rows > size:
         raise _is_bomb(source)
-    for batch in file.iter_batches(BATCH_ROWS):
-        read += batch.nbytes
-        if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
-            raise _is_bomb(source)
-        if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
-            from datasets import Dataset
 
-            table = pa.Table.from_batches([batch], file.schema_arrow)
-            yield from with_names(Dataset(table, fingerprint="rows"))
-        else:
-            yield from map(as_written, batch.to_pylist())
+    def batches() -> Iterator[pa.RecordBatch]:
+        read = 0
+        for batch in file.iter_batches(BATCH_ROWS):
+            read += batch.nbytes
+            if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
+                raise _is_bomb(source)
+            yield batch
+
+    if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
+        from datasets import Features
+
+        tables = (pa.Table.from_batches([batch]) for batch in batches())
+        return _named(tables, Features.from_arrow_schema(file.schema_arrow))
+    return (as_written(row) for batch in batches() for row in batch.to_pylist())
 
 
 def with_names(rows: Any) -> Iterator[Row]:
@@ -319,14 +318,21 @@ def with_names(rows: Any) -> Iterator[Row]:
 
     Pictures and the like come as they are stored, and are not decoded.
     """
-    for column, feature in rows.features.items():
-        if (stored_so := _undecoded(feature)) != feature:
-            rows = rows.cast_column(column, stored_so)
-    classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
-    for row in rows:
-        numbers = {column: row[column] for column in classes}
-        names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
-        yield as_written({**row, **names})
+    return _named([rows.data], rows.features)
+
+
+def _named(tables: Iterable[Any], features: Any) -> Iterator[Row]:
+    """Yield the rows of tables with these features; see `with_names`."""
+    from datasets import Dataset, Features  # here, as above
+
+    stored_so = Features({column: _undecoded(feature) for column, feature in features.items()})
+    metadata = stored_so.arrow_schema.metadata
+    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
+    for table in tables:
+        for row in Dataset(table.replace_schema_metadata(metadata), fingerprint="rows"):
+            numbers = {column: row[column] for column in classes}
+            names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
+            yield as_written({**row, **names})
 
 
 def _undecoded(feature: Any) -> Any:

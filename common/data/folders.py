@@ -13,7 +13,7 @@ import yaml
 from fsspec.utils import glob_translate
 
 from common.base.errors import BadInputError, reading
-from common.data.files import BINARY, COMPRESSED, NOT_FOUND, is_url, text_of
+from common.data.files import BINARY, COMPRESSED, NOT_FOUND, is_http, is_url, suffixes_of, text_of
 from common.data.row_checks import say_once
 from common.data.rows import SPLIT_WORDS, RowKind, shown, split_named
 
@@ -38,7 +38,7 @@ def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:
     with reading(f"The folder {folder}", "Correct --data, or pass the file of training rows itself."):
         if not is_url(folder):
             names = _names_here(folder)
-        elif "http" in folder.partition("://")[0]:
+        elif is_http(folder):
             names = _names_asked_for(folder, suffixes)
         else:
             names = _names_listed(folder)
@@ -107,8 +107,9 @@ def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[s
             f"The data file {folder}/train{kind.suffixes[0]} does not exist{there}: make it, {kind.holds}."
         )
     read = {name for files in found.values() for name in files}
-    others = [name for name in names if name not in read and _whole_suffix(name) in _all_suffixes(kind.suffixes)]
-    say_once(f"{folder}: not read are {shown(others)}" if others else "")
+    known = _all_suffixes(kind.suffixes)
+    others = [name for name in names if name not in read and _whole_suffix(name) in known]
+    say_once(f"{folder}: these files are not read: {shown(others)}" if others else "")
     for split, files in found.items():
         say_once(f"{folder}: {split} is in {len(files):,} files ({shown(files)})" if len(files) > 1 else "")
     return {split: [f"{folder}/{name}" for name in files] for split, files in found.items()}
@@ -145,7 +146,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
     with reading(card, f"Correct its configuration {name}."):
         start = f"{configs[name].get('data_dir', '').strip('./')}/".lstrip("/")
         below = [each.removeprefix(start) for each in names if each.startswith(start)]
-        patterns = _patterns_of(configs[name].get("data_files", []))
+        patterns = _patterns_of(configs[name].get("data_files"))
         found = {
             split: [each for each in below if any(re.match(glob_translate(pattern), each) for pattern in its)]
             for split, its in patterns.items()
@@ -161,12 +162,10 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
 
 
 def _patterns_of(data_files: Any) -> dict[str, list[str]]:
-    """Return the patterns of each split's files, as cards write them: text, list, or list of split and path."""
-    found: dict[str, list[str]] = {}
-    for part in data_files if isinstance(data_files, list) else [data_files]:
-        split, paths = (part["split"], part["path"]) if isinstance(part, dict) else ("train", part)
-        found.setdefault(split, []).extend([paths] if isinstance(paths, str) else paths)
-    return found
+    """Return the patterns of each split's files, as cards write them."""
+    from datasets.data_files import sanitize_patterns  # here: it takes two seconds to import
+
+    return sanitize_patterns(data_files) if data_files else {}
 
 
 def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:
@@ -213,5 +212,4 @@ def _all_suffixes(suffixes: Sequence[str]) -> list[str]:
 
 def _whole_suffix(name: str) -> str:
     """Return the suffix of a file, with that of its compression."""
-    suffixes = PurePosixPath(name.lower()).suffixes
-    return "".join(suffixes[-2:] if suffixes and suffixes[-1] in COMPRESSED else suffixes[-1:])
+    return "".join(suffixes_of(name))

@@ -13,7 +13,7 @@ from PIL.Image import Image
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
-from common.data.rows import Row, begin_of
+from common.data.rows import Row, begin_of, place_of
 from common.data.tool_calls import from_text
 
 Message = dict[str, object]
@@ -33,10 +33,10 @@ SPEAKER = {"role", "from"}
 """Keys of which a message has one."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
+RENAMED = ("from", "value", *WEIGHTS)
+"""Keys of messages that have other names once they are normalised."""
 LIST_BEGIN = re.compile(r"\s*\[")
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
-
-
 KEPT = ("facts", "tools")
 """Columns of conversations that are used besides `id` and those of a format."""
 
@@ -119,6 +119,27 @@ def _are_messages(value: object) -> bool:
     return (
         isinstance(value, list) and value != [] and all(isinstance(turn, dict) and SPEAKER & {*turn} for turn in value)
     )
+
+
+def columns_of(row: object, place: str, expected: str) -> Row:
+    """Return a row, if it has columns; `expected`: which it should have, in words.
+
+    Raises:
+        BadInputError: it is no object.
+    """
+    if not isinstance(row, dict):
+        raise BadInputError(f"{place} is {begin_of(row, 40)!r}, but should have {expected}: correct it.")
+    return row
+
+
+def filled_columns(row: object, place: str, expected: str) -> tuple[Row, str]:
+    """Return a row's columns that are not null, with lists of messages as such, and where it stands, with its id.
+
+    Raises:
+        BadInputError: as `columns_of` and `with_lists`.
+    """
+    where = place_of({**columns_of(row, place, expected), "where": place})
+    return {name: value for name, value in with_lists(row, where).items() if value is not None}, where
 
 
 def with_lists(row: Row, where: str) -> Row:
@@ -251,8 +272,7 @@ def _normalised(message: object, where: str) -> Message:
         raise BadInputError(
             f"{where} has {begin_of(message)!r} for a message, which should have `role` and `content`: correct it."
         )
-    left_out = ("from", "value", *WEIGHTS)
-    kept = {key: value for key, value in message.items() if value is not None and key not in left_out}
+    kept = {key: value for key, value in message.items() if value is not None and key not in RENAMED}
     if not _may_be_learnt(message, where):
         kept["weight"] = 0
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))

@@ -10,7 +10,7 @@ from common.base.errors import BadInputError
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, TEXT_FILE
-from common.data.formats import Format, is_left_out, recognise, refuse_pictures, with_lists
+from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
 from common.data.plain_texts import continuation_of, is_plain, opening_of, tokenize_plain
 from common.data.row_checks import check_budget, say_once
@@ -56,12 +56,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     known: Format | None = None
     count, first = 0, ""
     for row, place in found:
-        if not isinstance(row, dict):
-            raise BadInputError(
-                f"{place} is {begin_of(row, 40)!r}, but should have columns, as `messages`: correct it."
-            )
-        where = place_of({**row, "where": place})
-        filled = {name: value for name, value in with_lists(row, where).items() if value is not None}
+        filled, where = filled_columns(row, place, "columns, as `messages`")
         if not run.prompt_column:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
@@ -223,7 +218,7 @@ def tokens_to_learn(
     without: list[Row] = []
     cut: list[Row] = []
     tokenized = stored(_learnt_rows(rows, tokenizer, run, encode_rows, is_learnt, without, cut))
-    if cut and run.long_texts == "refuse":
+    if cut:
         raise BadInputError(
             f"{len(cut):,} of {len(rows):,} rows have answers that go beyond max_length, {run.max_length}, tokens "
             f"({places_of(cut)}): raise --max_length, or pass --long_texts cut."
@@ -249,7 +244,10 @@ def _learnt_rows(
     without: list[Row],
     cut: list[Row],
 ) -> Iterator[Tokens]:
-    """Yield the tokens of rows; those without a token to learn go into `without`, those with a cut answer to `cut`."""
+    """Yield the tokens of rows; those without a token to learn go into `without`.
+
+    Those with a cut answer go into `cut`, if they are to be refused.
+    """
     checked: set[tuple[str, ...]] = set()
     for batch in batches_of(rows, "tokenizing"):
         for row in batch:
@@ -259,7 +257,7 @@ def _learnt_rows(
                 checked.add(turns)
         for row, whole in zip(batch, encode_rows(batch), strict=True):
             tokens = first_tokens(whole, run.max_length)
-            if _is_answer_cut(whole, run.max_length):
+            if run.long_texts == "refuse" and _is_answer_cut(whole, run.max_length):
                 cut.append(row)
             check_budget(tokens_in(tokens), row, run)
             if "picture" in row:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES
-from common.data.formats import KEPT, Message, normalised, refuse_pictures, system_of, with_lists
+from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
 from common.data.messages import check_conversation, has_labels, tokens_to_learn
 from common.data.rows import (
     IGNORED_LABEL,
@@ -58,10 +58,8 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
             stands.
     """
     for row, place in found:
-        if not isinstance(row, dict):
-            raise BadInputError(f"{place} is {begin_of(row, 40)!r}, but should have the columns {COLUMNS}: correct it.")
-        where = place_of({**row, "where": place})
-        row = {str(name).lower(): value for name, value in with_lists(row, where).items() if value is not None}
+        filled, where = filled_columns(row, place, f"the columns {COLUMNS}")
+        row = {str(name).lower(): value for name, value in filled.items()}
         refuse_pictures(row, where, or_name="")
         prompt, chosen, rejected = _three_parts(row, where)
         kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}

@@ -20,6 +20,7 @@ from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
+from common.data.files import is_url
 from common.data.rows import IGNORED_LABEL, Row, Tokens, begin_of, place_of
 
 URI_HEAD = "data:image/*;base64,"
@@ -54,7 +55,7 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
         raise BadInputError(f"{where} has {begin_of(picture)!r} for a picture: give it the path of a file.")
     if picture.startswith("data:image/"):
         return picture
-    if folder is None or "://" in picture:
+    if folder is None or is_url(picture):
         raise BadInputError(
             f"{where} names the picture {begin_of(picture)}, but only paths beside a data file on this machine are "
             "read: download the pictures, or pass a dataset that holds them."

@@ -77,7 +77,7 @@ class RowKind:
 
     Attributes:
         suffixes: Of the files that can be read.
-        holds: What a file holds, and what an empty one is to be given: for the refusals of `read_rows`.
+        holds: What a file holds, and what an empty one is to be given: for the refusals.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
         belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.

@@ -119,7 +119,7 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
                 f"{source} has no split {name!r} (there are: {', '.join(there)}): pass --{setting}, or give it one."
             )
     others = [name for name in there if name not in chosen.values()]
-    say_once(f"{source} also has {', '.join(others)}: not read" if others else "")
+    say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
     return chosen
 
 
@@ -233,11 +233,12 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
     missing = [name for name in SPLIT_NAMES if name not in splits]
     if missing:
         labels = [row["label"] for row in rows] if "label" in rows[0] else []
-        least = len(missing) + max(1, len(set(labels)))
+        kinds = len(set(labels))
+        least = len(missing) + max(1, kinds)
         if len(rows) < least:
             there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
             divided = " (empty lines divide the texts of a .txt)" if source.endswith(TEXT_FILE) else ""
-            staying = f", as one of each of the {len(set(labels))} labels stays there" if labels else ""
+            staying = f", as one of each of the {kinds} labels stays there" if labels else ""
             raise BadInputError(f"{source} has {there}: give its train split at least {least} rows{divided}{staying}.")
         check_ids(rows)
         wanted = min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)

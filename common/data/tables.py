@@ -9,6 +9,7 @@ from itertools import chain, groupby, islice, zip_longest
 from typing import Any
 
 from common.base.errors import BadInputError, said_by
+from common.data.formats import ELSEWHERE, FORMATS
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
@@ -24,6 +25,8 @@ MOST_LEVELS = 100
 """Lists and objects within each other in a row; at about a thousand all that walks through a row fails."""
 WRAPPERS = 2
 """Objects around the rows of a JSON file, at most, as in `{"data": {"train": [...]}}`."""
+COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)
+"""Columns of rows that are known, by which an object is a row and no wrapper of rows."""
 DECODER, SPACES = json.JSONDecoder(), re.compile(r"\s*")
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON escapes each half of a character such as an emoji."""
@@ -83,7 +86,7 @@ def _delimiter_of(sample: list[str], source: str) -> str:
         return counts[0] > 1, counts.count(counts[0]), counts[0]
 
     found = max(DELIMITERS, key=fit)
-    if found != ",":
+    if found != "," and sample and found in sample[0]:
         say_once(f"{source}: read with {DELIMITERS[found]} between the columns")
     return found
 
@@ -129,8 +132,6 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
         return {"train": _numbered(found, content, f"{source}, row")}
     value = found[0]
     splits = {"train": value} if is_list else _splits_in(value, WRAPPERS)
-    if not splits and isinstance(value, dict) and "\n" not in content.strip():
-        return {"train": parse_lines(content.split("\n"), source)}
     splits = splits or {"train": [value]}
     return {
         split: _numbered(rows, content, f"{source}, row" if len(splits) == 1 else f"{source}, {split} row")
@@ -234,7 +235,7 @@ def _goes_on(line: str) -> bool:
 def _splits_in(value: Any, wrappers: int) -> dict[str, list[Any]]:
     """Return the rows that a value of JSON holds, by split; none if it is a row itself."""
     rows = _rows_in(value)
-    if rows or not wrappers or not isinstance(value, dict) or any(map(_is_conversation, value.values())):
+    if rows or not wrappers or not isinstance(value, dict) or _is_row(value):
         return {"train": rows} if rows else {}
     found = {name: inner for name, part in value.items() if (inner := _splits_in(part, wrappers - 1))}
     if len(found) == 1:
@@ -257,11 +258,19 @@ def _rows_in(value: Any) -> list[Any]:
     if all(isinstance(part, dict) for part in parts):
         if all(key.isdigit() for part in parts for key in part):  # orient="columns"
             return [{name: cells.get(key) for name, cells in value.items()} for key in next(iter(parts), {})]
-        return parts if len(parts) > 1 else []  # orient="index"
+        is_table = all(key.isdigit() for key in value) or all(_is_row(part, 2) for part in parts)
+        return parts if len(parts) > 1 and is_table else []  # orient="index"
     if all(isinstance(part, list) and len(part) == len(parts[0]) for part in parts):  # one list for each column
         is_table = not any(isinstance(cell, dict) for part in parts for cell in part)
         return [dict(zip(value, cells, strict=True)) for cells in zip(*parts, strict=True)] if is_table else []
     return []
+
+
+def _is_row(value: dict[str, Any], least: int = 1) -> bool:
+    """Return whether an object has messages, or single values in at least so many columns of a row that is known."""
+    names = {name.lower() for name, each in value.items() if not isinstance(each, list | dict)}
+    is_known = any(names.issuperset(columns) for columns in COLUMNS if len(columns) >= least)
+    return is_known or any(map(_is_conversation, value.values()))
 
 
 def _is_conversation(value: Any) -> bool:

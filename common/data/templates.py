@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, reading
-from common.data.answer_ends import answer_ends, check_named_templates, in_time, say_ends
+from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
 from common.data.control_tokens import control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
@@ -62,12 +62,12 @@ def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase, template: str = "") -> str | None:
-    """Return a template that marks every answer (`{% generation %}`): the tokenizer's, TRL's version of it, or None.
+def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None.
 
-    `template`: of a tokenizer with several, the one for the rows; empty = that for rows without tools.
+    Raises:
+        SlowTemplateError: it computes without end.
     """
-    template = template or tokenizer.get_chat_template()
     if re.search(r"{%-?\s*generation", template):
         return template
     from trl.chat_template_utils import get_training_chat_template  # here: it imports datasets, which takes 2 seconds
@@ -77,6 +77,8 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str = "") ->
     try:
         with in_time("A conversation"), reading("The template"):  # TRL tries it
             return get_training_chat_template(with_one)
+    except SlowTemplateError:
+        raise
     except BadInputError:  # TRL has no version of it
         return None
 
@@ -108,12 +110,13 @@ def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on:
     if train_on != "assistant" or not tokenizer.is_fast or "picture" in rows[0]:
         return _encode_by_turns(rows, tokenizer, train_on)
     pattern, tokens, templates = control_tokens(tokenizer), [], {}
+    ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
     for (tools, is_usual), group in groupby(rows, key=lambda row: (row.get("tools"), _is_usual(row, pattern))):
         own = tokenizer.get_chat_template(tools=tools)
         if own not in templates:
             templates[own] = training_template(tokenizer, own)
         if is_usual and templates[own]:
-            tokens += _encode_marked(list(group), tokenizer, templates[own])
+            tokens += _encode_marked(list(group), tokenizer, templates[own], ends)
         else:
             tokens += _encode_by_turns(list(group), tokenizer, train_on, templates[own])
     return tokens
@@ -124,9 +127,10 @@ def _is_usual(row: Row, pattern: re.Pattern[str]) -> bool:
     return not any(map(is_left_out, row["messages"])) and control_token_in(row, pattern) is None
 
 
-def _encode_marked(rows: list[Row], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Tokens]:
+def _encode_marked(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, template: str, ends: list[list[int]]
+) -> list[Tokens]:
     encoded = _applied(rows, tokenizer, chat_template=template, return_assistant_tokens_mask=True)
-    ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
     learnt = (_with_ends(*each, ends) for each in zip(encoded["assistant_masks"], encoded["input_ids"], strict=True))
     return list(map(_labelled, encoded["input_ids"], learnt))
 
@@ -200,10 +204,12 @@ def _ids(
     """Return what the template writes of rows, as tokens; control tokens in their texts are encoded as text."""
     ids: list[list[int]] = []
     pattern = control_tokens(tokenizer)
-    for (_, token), group in groupby(rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern))):
+    for (_, has_token), group in groupby(
+        rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern) is not None)
+    ):
         conversations = list(group)
         settings = {"add_generation_prompt": answer_follows, "chat_template": template}
-        encoded = _applied(conversations, tokenizer, pattern if token else None, **settings)
+        encoded = _applied(conversations, tokenizer, pattern if has_token else None, **settings)
         ids += map(partial(_whole_ids, tokenizer=tokenizer), conversations, encoded["input_ids"])
     return ids
 

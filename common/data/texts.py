@@ -14,6 +14,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
+from common.data.formats import columns_of
 from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
@@ -79,10 +80,7 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
-    if not isinstance(row, dict):
-        raise BadInputError(
-            f"{where} is {begin_of(row, 40)!r}, but should have the columns {', '.join(columns.values())}: correct it."
-        )
+    row = columns_of(row, where, f"the columns {', '.join(columns.values())}")
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(
@@ -153,8 +151,10 @@ def in_natural_order(labels: Iterable[str]) -> list[str]:
     return sorted(labels, key=sizes.__getitem__) if all(map(math.isfinite, sizes.values())) else labels
 
 
-def _words_and_numbers(label: str) -> list[str | int]:
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", label)]
+def _words_and_numbers(label: str) -> list[str | tuple[int, str]]:
+    """Return the parts of a label; numbers by length, then digits, as `int` reads no thousands of them."""
+    parts = [part.lstrip("0") if part.isdecimal() else part for part in re.split(r"(\d+)", label)]
+    return [(len(part), part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def near_labels(labels: Iterable[str]) -> str:

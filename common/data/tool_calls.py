@@ -149,9 +149,9 @@ def _as_written_call(call: Any, parameters: dict[str, object]) -> Any:
 
 def _parameters_of(tools: object) -> dict[str, object]:
     """Return the parameters that each tool declares, by its name."""
-    listed = filter(lambda tool: isinstance(tool, dict), map(from_text, _listed(from_text(tools))))
-    declared = [tool.get("function") or tool for tool in listed]
-    return {str(each.get("name")): from_text(each.get("parameters")) for each in declared if isinstance(each, dict)}
+    declared = [_object(from_text(tool)) for tool in _listed(from_text(tools))]
+    functions = (_object(tool.get("function") or tool) for tool in declared)
+    return {str(each.get("name")): from_text(each.get("parameters")) for each in functions}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -165,25 +165,22 @@ def _without_nulls(value: Any) -> Any:
 def _given(value: Any, schema: object) -> Any:
     """Return arguments without the keys of null, but where their JSON schema allows it."""
     if isinstance(value, list):
-        return [_given(each, _part(schema, "items")) for each in value]
+        return [_given(each, _object(schema).get("items")) for each in value]
     if not isinstance(value, dict):
         return value
-    of_keys = {key: _part(_part(schema, "properties"), key) for key in value}
-    return {
-        key: _given(each, of_keys[key]) for key, each in value.items() if each is not None or _allows_null(of_keys[key])
-    }
-
-
-def _part(schema: object, key: str) -> object:
-    return schema.get(key) if isinstance(schema, dict) else None
+    of_keys = _object(_object(schema).get("properties"))
+    kept = (key for key, each in value.items() if each is not None or _allows_null(of_keys.get(key)))
+    return {key: _given(value[key], of_keys.get(key)) for key in kept}
 
 
 def _allows_null(schema: object) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    kinds, values, any_of, one_of = (_listed(schema.get(key)) for key in ("type", "enum", "anyOf", "oneOf"))
-    is_null = "null" in kinds or None in values or schema.get("nullable") is True
+    kinds, values, any_of, one_of = (_listed(_object(schema).get(key)) for key in ("type", "enum", "anyOf", "oneOf"))
+    is_null = "null" in kinds or None in values or _object(schema).get("nullable") is True
     return is_null or any(map(_allows_null, [*any_of, *one_of]))
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _listed(value: object) -> list[Any]:

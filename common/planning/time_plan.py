@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from common.base.errors import BadInputError
-from common.base.specs import TASKS, TECHNIQUES
+from common.base.specs import TASKS, TECHNIQUES, is_registered
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.calibration import times_as_fast
@@ -34,7 +34,6 @@ from common.planning.step_speed import (
     products_per_s,
     step_flops,
 )
-from common.records.schema import is_registered
 
 # what Adam's pass reads and writes of each trained weight, in numbers: weight, gradient and two states, three of them
 # written again; and clipping, which reads gradients twice and writes them. PyTorch's kernels for lists of tensors

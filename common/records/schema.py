@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from common.base.run_config import RANGES, RUN_NAME_PATTERN, RunConfig
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.base.specs import TASKS, TECHNIQUES, is_registered
 
 MOST = 10**18
 """More than any count, number of bytes or seconds of a run."""
@@ -75,12 +75,7 @@ class Environment(TypedDict):
     commit: Text | None
 
 
-class Share(TypedDict):
-    """What a rank had of the training."""
-
-    device: Text
-    samples: Count
-    tokens: Count
+Share = TypedDict("Share", {"device": Text, "samples": Count, "tokens": Count})
 
 
 class Memory(TypedDict):
@@ -97,25 +92,9 @@ class Memory(TypedDict):
     peak_gib_by_phase: NotRequired[dict[Text, Amount]]
 
 
-class Batch(TypedDict):
-    """The batch that was planned."""
-
-    rows: Some
-    labelled: Count
-
-
-class Planned(TypedDict):
-    """What was planned."""
-
-    batch: Batch
-    sent_bytes: NotRequired[Amount]
-
-
-class Rows(TypedDict):
-    """What was read."""
-
-    training_rows: Count
-    training_tokens: Count
+Batch = TypedDict("Batch", {"rows": Some, "labelled": Count})
+Planned = TypedDict("Planned", {"batch": Batch, "sent_bytes": NotRequired[Amount]})
+Rows = TypedDict("Rows", {"training_rows": Count, "training_tokens": Count})
 
 
 class Scores(TypedDict, total=False):
@@ -178,18 +157,8 @@ class Held(TypedDict):
     optimizer_bytes: Count
 
 
-class HeldByRanks(TypedDict):
-    """The same of each rank, and of one device with the whole."""
-
-    per_rank: Annotated[list[Held], Field(min_length=1)]
-    whole: Held
-
-
-class Sent(TypedDict):
-    """Bytes that a rank sends in a step."""
-
-    bytes: Amount
-    by_collective: dict[Text, Amount]
+HeldByRanks = TypedDict("HeldByRanks", {"per_rank": Annotated[list[Held], Field(min_length=1)], "whole": Held})
+Sent = TypedDict("Sent", {"bytes": Amount, "by_collective": dict[Text, Amount]})
 
 
 class Quantization(TypedDict):
@@ -201,12 +170,7 @@ class Quantization(TypedDict):
     quantized_share: Figure
 
 
-class Stage(TypedDict):
-    """A stage of a pipeline."""
-
-    idle_share: Figure
-
-
+Stage = TypedDict("Stage", {"idle_share": Figure})
 StepsOfSchedules = TypedDict("StepsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), Positive))
 ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), list[Figure]))
 
@@ -230,17 +194,8 @@ class Pipeline(TypedDict):
     share_of_allowed: Figure
 
 
-class Cost(TypedDict):
-    """What the devices would have cost."""
-
-    usd: Amount
-
-
-class Checkpoints(TypedDict):
-    """The checkpoint that was best, and the one that training began with."""
-
-    best: Text | None
-    went_on_from: Text | None
+Cost = TypedDict("Cost", {"usd": Amount})
+Checkpoints = TypedDict("Checkpoints", {"best": Text | None, "went_on_from": Text | None})
 
 
 class Fields(TypedDict):
@@ -315,16 +270,6 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 """Scores of an adapter that was merged into the base before it was quantized."""
 
 
-def is_registered(record: Mapping[str, Any]) -> bool:
-    """Return whether what a run did is registered here; another program may have registered more."""
-    config = record["config"]
-    return (
-        {record["technique"], config.get("technique", record["technique"])} <= TECHNIQUES.keys()
-        and {record["parallel"], config.get("parallel", record["parallel"])} <= PARALLELISMS.keys()
-        and config.get("task", "chat") in TASKS  # older records know one task only
-    )
-
-
 def wrong_in(record: object) -> str:
     """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well."""
     try:
@@ -334,8 +279,7 @@ def wrong_in(record: object) -> str:
         place = ".".join(map(str, first["loc"])) or "it"
         if first["type"] == "missing":
             return f"{place} is missing" + _more(others)
-        why = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-        return f"{place} is {repr(first['input'])[:60]}, not {why}" + _more(others)
+        return f"{place} is {repr(first['input'])[:60]} ({first['msg'].removeprefix('Value error, ')})" + _more(others)
     return ""
 
 
@@ -345,7 +289,7 @@ def _adapter() -> TypeAdapter:
 
 
 def _more(others: list[Any]) -> str:
-    return f", and {len(others)} more like it" if others else ""
+    return f"; values that are wrong besides: {len(others)}" if others else ""
 
 
 def missing_from(record: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
-from common.records.schema import is_registered
+from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.rows import (
     NO_BASELINE,

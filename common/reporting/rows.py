@@ -20,11 +20,10 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task, is_registered
 from common.hardware.devices import find_gpu, gpu_of_device
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
-from common.records.schema import is_registered
 from common.records.store import RECORD_NAME, Record, records_in
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"

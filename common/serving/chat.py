@@ -41,6 +41,7 @@ class Conversation:
     turns: dict[str, list[Message]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.models.tokenizer.chat_control_tokens = ()  # what is typed is text, as in training, but `<think>` and such
         self.reset()
 
     def reset(self) -> None:
@@ -59,9 +60,13 @@ class Conversation:
     def _answer(self, name: str, model: PreTrainedModel, question: str) -> str:
         turns, tokenizer = self.turns[name], self.models.tokenizer
         turns.append({"role": "user", "content": question})
-        with reading("What was said", f"the chat template of {tokenizer.name_or_path} must take it: say it otherwise."):
+        with reading("What was said", f"Say it otherwise: the chat template of {tokenizer.name_or_path} must take it."):
             batch = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                turns,
+                add_generation_prompt=True,
+                return_dict=True,
+                return_tensors="pt",
+                sanitize_control_tokens=True,
             )
         stops = stops_of_model(tokenizer, model)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}

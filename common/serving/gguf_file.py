@@ -63,6 +63,20 @@ WEIGHT_TYPES = ("f32", "f16", "q8_0")
 
 
 def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
+    """Write the model and tokenizer in `folder` as one GGUF file; say what ends answers and the file cannot hold.
+
+    Raises:
+        BadInputError: as `write_gguf`.
+    """
+    written = write_gguf(folder, file, weight_type)
+    for text in saved_stops(folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).texts:
+        print(
+            f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
+        )
+    return written
+
+
+def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
     """Write the model and tokenizer in `folder` as one GGUF file with matrices of `weight_type`; return the file.
 
     Vectors (norms and biases) stay in fp32, as llama.cpp computes with them.
@@ -199,10 +213,6 @@ def add_tokenizer(
     ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, number in zip(ends, stops.token_ids, strict=False):
         add(number)
-    for text in stops.texts:
-        print(
-            f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
-        )
     writer.add_add_bos_token(begins_by_itself(tokenizer))
     templates = tokenizer.chat_template
     if isinstance(templates, dict):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.base.errors import BadInputError, reading
 from common.data.answer_ends import check_named_templates, saved_stops
 from common.data.templates import begins_by_itself
-from common.serving.gguf_file import export_gguf
+from common.serving.gguf_file import write_gguf
 
 Message = dict[str, str]
 MODELFILE = "Modelfile"
@@ -91,7 +91,7 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
 
     Raises:
-        BadInputError: the chat template does what no template of Ollama can, or see `export_gguf`.
+        BadInputError: the chat template does what no template of Ollama can, or see `write_gguf`.
     """
     tokenizer, name = AutoTokenizer.from_pretrained(model, trust_remote_code=False), f"model-{weight_type}.gguf"
     affixes = affixes_of(tokenizer)
@@ -107,7 +107,7 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder.parent) as aside:
-        made = export_gguf(model, Path(aside) / folder.name / name, weight_type).parent
+        made = write_gguf(model, Path(aside) / folder.name / name, weight_type).parent
         (made / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return made.rename(folder)
 

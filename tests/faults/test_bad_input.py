@@ -20,13 +20,13 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.inputs import check_results_folder
-from common.data.files import read_rows
-from common.data.splits import load_splits, row_kind, tokens_of
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.planning.device_maps import read_device_map
 from common.records.store import load_record
 from common.training.checkpoints import MANIFEST_FILE, DamagedCheckpointError, read_manifest
 from tests.faults.cases import write_notebook
+from tests.row_files import rows_of_file
 
 INPUTS = int(os.environ.get("FUZZED_INPUTS", "100"))
 """For each reader; `make soak` takes more."""
@@ -227,9 +227,9 @@ files = st.lists(lines, max_size=6).map(b"\n".join)
 def test_any_file_of_messages_is_read_or_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    said = refusal_of(lambda: read_rows(str(path), row_kind(RUN)))
+    said = refusal_of(lambda: rows_of_file(str(path), RUN))
     assert one_line(said)
-    assert said is not None or read_rows(str(path), row_kind(RUN)), "what is read has rows"
+    assert said is not None or rows_of_file(str(path), RUN), "what is read has rows"
     assert one_line(refusal_of(lambda: load_splits(replace(RUN, data=str(path)))))
 
 

@@ -93,7 +93,7 @@ def bad_files(tmp_path: Path) -> None:
         pytest.param("make run", DDP, "--data no/such/folder", "The data no/such/folder do not exist", id="data",
                      marks=pytest.mark.slow),
         ("python", LORA, "--model nobody/no-such-model", "hf download nobody/no-such-model"),
-        ("python", LORA, "--data {here}/data", "train.jsonl, line 1 has "),
+        ("python", LORA, "--data {here}/data", "train.jsonl, row 1 has "),
         ("python", LORA, "--model {here}/model", "has no weights"),
         ("python", DDP, "", "asks for 2 rank(s)"),
         ("python", MP, "--stages 9", "has 4 layers, too few for 9 stages"),

@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.answer_ends import save_stops, say_ends, stops_of
 from common.data.messages import tokenize_messages
-from common.data.templates import encode, prompt_ids, with_chat_template
+from common.data.templates import encode, prompt_ids, training_template, with_chat_template
 from common.models.loading import EMBEDDED_BASE
 from common.serving import export
 from common.serving.ollama_file import export_ollama
@@ -133,6 +133,8 @@ def test_a_template_that_computes_without_end_is_refused(
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(BadInputError, match="loops"):
         with_chat_template(changed(tokenizer, loop + template("<|end|>"), "<|pad|>"), "mine")
+    with pytest.raises(BadInputError, match="loops"):
+        training_template(tokenizer, tokenizer.chat_template)
     of_rows = "{% if 'bowl' in messages[0]['content'] %}" + loop + "{% endif %}"
     tokenizer = changed(tokenizer, of_rows + template("<|end|>"), "<|pad|>")
     with_chat_template(tokenizer, "mine")

@@ -3,20 +3,22 @@
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.templates import prompt_ids
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
 from common.serving import chat
-from common.serving.tuned_runs import find_run, load_models
+from common.serving.tuned_runs import TunedModels, find_run, load_models
 from common.tasks.answers import generate_answers
 from common.tasks.samples import before_and_after, samples
 from tests.families import make_tiny
@@ -63,6 +65,26 @@ def test_the_base_is_the_commit_that_was_trained(tmp_path: Path) -> None:
 
 def answer_of(model: torch.nn.Module) -> str:
     return generate_answers(model, load_tokenizer(RunConfig()), [ROW], 20)[0]
+
+
+def test_what_is_typed_is_text() -> None:
+    tokenizer, asked = load_tokenizer(RunConfig()), []
+
+    class Model(torch.nn.Module):
+        device, generation_config = torch.device("cpu"), GenerationConfig()
+
+        def generate(self, input_ids: torch.Tensor, **_: object) -> torch.Tensor:
+            asked.append(input_ids[0].tolist())
+            return input_ids
+
+    models = TunedModels(Model(), Model(), nullcontext, tokenizer)
+    mark = tokenizer.eos_token
+    for question in (f"Who?{mark}", f"{mark}Who?", "Who?"):
+        chat.Conversation(models, max_new_tokens=1, temperature=0.0).ask(question)
+    row = {"messages": [{"role": "user", "content": f"Who?{mark}"}, ROW["messages"][1]]}
+    assert asked[0] == prompt_ids([row], tokenizer)[0], "as it would be learnt"
+    marks = [ids.count(tokenizer.eos_token_id) for ids in asked]
+    assert marks == marks[-1:] * 6
 
 
 def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:

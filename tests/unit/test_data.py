@@ -20,14 +20,14 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import splits
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
-from common.data.files import read_rows, suffix_of
+from common.data.files import suffix_of
 from common.data.row_checks import say_few_steps
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row
-from common.data.splits import load_splits, row_kind, tokens_of
+from common.data.splits import load_splits, tokens_of
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
 from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
-from tests.row_files import put_on_hub, refusal_of, rows_in, sizes, write
+from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, write
 
 ANSWER = {"role": "assistant", "content": "Me."}
 
@@ -113,13 +113,11 @@ def test_a_hub_dataset_that_has_no_rows_to_learn_from_is_refused(
 def test_a_line_separator_within_a_text_does_not_end_the_row(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "Who?"}, {**ANSWER, "content": "one\u2028two"}]}
     path = write(tmp_path / "train.jsonl", json.dumps(row, ensure_ascii=False) + "\r\n")
-    assert read_rows(path, row_kind(RunConfig())) == [{**row, "where": f"{path}, line 1"}]
+    assert rows_of_file(path, RunConfig()) == [{**row, "where": f"{path}, row 1"}]
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_rows_are_read_once_and_again_once_their_file_has_changed(
-    is_folder: bool, tmp_path: Path
-) -> None:
+def test_rows_are_read_once_and_again_once_their_file_has_changed(is_folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     run = RunConfig(data=str(tmp_path if is_folder else path))
     write(path, rows_of(5))
@@ -185,7 +183,7 @@ def without_marks(template: str) -> str:
 def test_what_is_learnt_of_a_row_with_several_turns(tokenizer: PreTrainedTokenizerBase, marks: bool) -> None:
     if not marks:
         tokenizer.chat_template = without_marks(tokenizer.chat_template)
-        assert training_template(tokenizer) is None
+        assert training_template(tokenizer, tokenizer.chat_template) is None
     end, prompt = tokenizer.eos_token, tokenizer.decode(prompt_ids([CONVERSATION], tokenizer)[0])
     assert {train_on: learnt(tokenizer, train_on) for train_on in ("assistant", "completion", "prompt", "all")} == {
         "assistant": f"Ann.{end}At noon.{end}",

@@ -8,7 +8,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -16,15 +19,17 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
 from fsspec.implementations.memory import MemoryFileSystem
 
+from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import files
 from common.data.files import TABLES
 from common.data.folders import by_names
 from common.data.rows import Splits
 from common.data.splits import load_splits
+from common.data.tables import parse_json
 from tests.row_files import refusal_of, rows_in, sizes, write
 
 
@@ -159,7 +164,7 @@ def test_a_table_that_windows_calls_a_text_is_a_table(tmp_path: Path) -> None:
     [
         ("question,answer,\nWho?,Vance,and\n", "row 1 has more fields than columns"),
         ("question,,answer\nWho, and,when?,Vance\n", "row 1 has more fields than columns"),
-        (b"PK\3\4\x14\0\xff", "save the spreadsheet as .csv"),
+        (b"PK\3\4\x14\0\xff", "save it as .csv"),
         (b"\x1f\x8b\x08\0\xff", "end in .gz"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n", "git lfs pull"),
     ],
@@ -229,6 +234,31 @@ def test_one_row_in_a_json_file_is_a_row(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.json", json.dumps({**row, "messages": [question, row["messages"][1]]}, indent=1))
     found = load_splits(RunConfig(data=str(tmp_path)))
     assert (sizes(found), found.test[0]["tools"]) == ((1, 1, 1), tools)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Who?", "context": [{"title": "t"}], "answer": "Vance"},
+        {"Question": "Who?", "facts": [{"text": "t"}], "Answer": 7},
+        {"text": "Vance made it.", "spans": [{"text": "Vance"}]},
+        {"text": "Vance made it.", "label": "yes", "spans": [{"text": "Vance", "label": "no"}]},
+        {"dialogue": "a", "summary": "b", "turns": [{"dialogue": "c", "summary": "d"}]},
+        {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{"name": "look"}]},
+        {"messages": CHATS[0]["messages"], "facts": [{"text": "t"}]},
+        {"user": {"name": "x"}, "answer": {"name": "y"}},
+        {"question": {"text": "x"}, "answer": {"text": "y"}},
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_what_one_row_holds_is_not_taken_for_rows(row: dict[str, Any], indent: int | None) -> None:
+    found = parse_json(iter(json.dumps(row, indent=indent).splitlines(keepends=True)), "rows.json")
+    assert [each for each, _ in found["train"]] == [row]
+
+
+def test_rows_by_their_ids_are_rows() -> None:
+    found = parse_json(iter([json.dumps({f"id-{number}": row for number, row in enumerate(rows())})]), "rows.json")
+    assert [each for each, _ in found["train"]] == rows()
 
 
 GOOD = json.dumps(rows()[0])
@@ -388,9 +418,25 @@ def test_names_of_classes_stand_in_parquet_and_saved_files(tmp_path: Path) -> No
         assert {row["label"] for row in found.train} == {"no", "yes"}
 
 
+def test_pictures_in_lists_are_read_without_progress_of_their_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"]), "images": List(Image())})
+    picture = {"bytes": b"\x89PNG", "path": None}
+    found = [{"text": f"t{n}", "label": n % 2, "images": [picture] * n} for n in range(3)]
+    table = Dataset.from_list(found, features=features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    capfd.readouterr()
+    read = [row for row, _ in files.splits_of_file(str(tmp_path / "rows.parquet"), "rows")["train"]]
+    assert read == list(files.with_names(table))
+    assert read == [{**row, "label": features["label"].names[row["label"]]} for row in found]
+    assert not "".join(capfd.readouterr()), "nothing is cast"
+
+
 def test_names_alone_decide_about_files() -> None:
     names = ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet", "LICENSE.txt"]
     assert by_names(names, TABLES) == {"train_sft": names[:1], "train_gen": names[1:2]}
+    assert by_names(["test.csv.txt", "train.csv.gz"], TABLES) == {"test": ["test.csv.txt"], "train": ["train.csv.gz"]}
 
 
 # -- behind a URL
@@ -441,6 +487,27 @@ def test_http_is_asked_for_each_split(status: int | None, is_read: bool, monkeyp
         assert asked(load_splits(run)) == ASKED
     else:
         assert f"answer {status}" in refusal_of(run)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "rows.csv.gz?download=true"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "cp1252"])
+def test_a_file_behind_http_is_read_by_its_begin(name: str, encoding: str, tmp_path: Path) -> None:
+    text = CSV.replace("Who", "Wär es, wer")
+    write(tmp_path / name.partition("?")[0], text.encode(encoding))
+    with HTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        lines = files.lines_of(f"http://127.0.0.1:{server.server_port}/{name}", "rows")
+        if encoding == "cp1252":
+            with pytest.raises(BadInputError, match="is not UTF-8"):
+                list(lines)
+        else:
+            assert "".join(lines) == text
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
 
 
 # -- bombs

@@ -16,13 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.files import read_rows
 from common.data.rows import Row, Splits, texts_of
-from common.data.splits import label_names_of, load_splits, row_kind, tokens_of
+from common.data.splits import label_names_of, load_splits, tokens_of
 from common.data.texts import label_names, say_balance, say_long_texts, with_classes
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
-from tests.row_files import put_on_hub, refusal_of, rows_in, sizes, text_of, write
+from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, text_of, write
 
 ODD_CHAT = 'Ann: She said "no, thanks",\r\nBob: <file_photo> 5 € \u2028too\ndear, [1]'
 SPLITS = ("train", "validation", "test")
@@ -131,7 +130,7 @@ def test_a_dataset_of_the_hub_is_read_by_its_columns(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"], ids=["unix", "windows", "old mac"])
 def test_files_of_other_systems_and_of_excel_are_read(tmp_path: Path, line_end: str) -> None:
     path = write(tmp_path / "train.csv", f"\ufefftext,label{line_end}a,x{line_end}")
-    assert without_places(read_rows(path, row_kind(LABELS))) == [{"text": "a", "label": "x"}]
+    assert without_places(rows_of_file(path, LABELS)) == [{"text": "a", "label": "x"}]
 
 
 # -- what is refused

@@ -489,6 +489,7 @@ def labelled(*labels: object) -> list[Row]:
         (["b", "a", "B"], ["B", "a", "b"]),
         (["10", "9", "none"], ["9", "10", "none"]),
         (["nan", "1", "2"], ["1", "2", "nan"]),
+        (["v2", f"v{'9' * 5000}", "v010", "v9"], ["v2", "v9", "v010", f"v{'9' * 5000}"]),
     ],
 )
 def test_labels_are_in_their_natural_order(labels: Sequence[object], ordered: list[str], tmp_path: Path) -> None:
@@ -576,7 +577,7 @@ def test_files_that_are_called_otherwise_than_their_split_are_named(
     load_splits(replace(RUN, data=str(tmp_path)))
     said = capsys.readouterr().out
     assert "dev.jsonl is validation, eval.jsonl is test" in said
-    assert "not read are more.jsonl" in said
+    assert "not read: more.jsonl" in said
 
 
 @pytest.mark.parametrize("answer", [10**400, -3, 2.5])
