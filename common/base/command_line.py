@@ -27,7 +27,7 @@ from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
-from common.base.torchrun import check_told
+from common.base.torchrun import check_told, is_of_torchrun
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
@@ -56,7 +56,7 @@ def ended_by_one_sentence() -> Iterator[None]:
     A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
     """
     refuse_half_a_rank()
-    if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
+    if not is_of_torchrun() and threading.current_thread() is threading.main_thread():
         say_when_told_to_end(TOLD_ALONE)
     with refused_in_one_sentence():
         try:

@@ -93,7 +93,7 @@ class AsWritten(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         """Return the next node; an alias is refused, as a few lines of them make a value of any size."""
         if self.check_event(yaml.AliasEvent):
-            raise ValueError(f"an alias, {self.peek_event().anchor}, where a value is to be")
+            raise ValueError(f"the alias *{self.peek_event().anchor} stands where a value should be")
         return super().compose_node(parent, index)
 
 

@@ -32,7 +32,7 @@ LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest who
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
-SET_ASIDE = re.compile(r".*\.(previous|unfinished|bad)(-\d+)?", re.IGNORECASE)
+SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
 """The names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints."""
 LARGEST = 2**31 - 1  # what the libraries below count with
 
@@ -112,7 +112,7 @@ class RunConfig(
                     f"as {each.default}."
                 )
             elif expected is str and "\0" in value:
-                raise BadInputError(f"{each.name} is {value[:120]!r}, and a zero byte cannot name a folder or file.")
+                raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -232,8 +232,7 @@ class RunConfig(
         """
         unknown = config.keys() - DEFAULTS.keys()
         if unknown:
-            raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, which this code does not know.")
-        _Unchecked(**config).check_types()  # before it is asked what its names mean
+            raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, unknown to this code.")
         idle = idle_settings(config)
         return cls(**{name: value for name, value in config.items() if name not in idle})
 
@@ -244,7 +243,6 @@ class RunConfig(
             BadInputError: as when a run is made.
         """
         settings = {**self.to_dict(), **changes}
-        _Unchecked(**settings).check_types()  # before it is asked what its names mean
         idle = idle_settings(settings)
         settings |= {name: getattr(RunConfig, name) for name in idle if name not in changes}
         return RunConfig(**settings)
@@ -261,8 +259,14 @@ class _Unchecked(RunConfig):
 
 
 def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for."""
-    return not_meant_for(_Unchecked(**settings))
+    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for.
+
+    Raises:
+        BadInputError: see `RunConfig.check_types`.
+    """
+    run = _Unchecked(**settings)
+    run.check_types()  # before it is asked what its names mean
+    return not_meant_for(run)
 
 
 _types_of = cache(get_type_hints)
@@ -510,6 +514,6 @@ def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
         ),
         (
             SET_ASIDE.fullmatch(run.run_name),
-            f"run_name is {run.run_name}, as folders are called that were set aside: pass one with another ending.",
+            f"run_name is {run.run_name}, and names that end so are kept for runs that were set aside: pass another.",
         ),
     )

@@ -41,6 +41,7 @@ HELD = Range(
     lambda value: value <= 2**16,
     "{name} is {value}, but no run has more than 65,536 at once: pass fewer, such as --{name} {default}.",
 )
+HELD_0, HELD_1 = (AT_LEAST_0, HELD), (AT_LEAST_1, HELD)
 SECONDS = Range(
     lambda value: 0 < value <= 10**7,  # PyTorch counts them in nanoseconds
     "{name} is {value}, but must be above 0 and at most 10,000,000 (four months): pass --{name} {default}.",
@@ -255,14 +256,14 @@ class DataSettings:
         0,
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
-        within=(AT_LEAST_0, HELD),
+        within=HELD_0,
         only_for=BATCHES_READ_AHEAD,
     )
     partitions: int = setting(
         0,
         "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
         "from its own; 0 = one per rank.",
-        within=(AT_LEAST_0, HELD),
+        within=HELD_0,
         only_for=SUMMARIZATION,
     )
 
@@ -305,10 +306,7 @@ class TrainingSettings:
         only_for=SUMMARIZATION,
     )
     per_device_train_batch_size: int = setting(
-        16,
-        "Training rows per rank and step, before accumulation.",
-        ("--batch_size", "--batch-size"),
-        within=(AT_LEAST_1, HELD),
+        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size"), within=HELD_1
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
@@ -328,9 +326,7 @@ class TrainingSettings:
         "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
         "steps, so that little is padded; auto = random with padding_free.",
     )
-    gradient_accumulation_steps: int = setting(
-        1, "Micro-batches per optimizer step and rank.", within=(AT_LEAST_1, HELD)
-    )
+    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", within=HELD_1)
     num_train_epochs: int = setting(6, "Passes over the training rows.", within=AT_LEAST_1)
     max_steps: int = setting(
         -1, "Optimizer steps after which training ends early; -1 = all epochs.", within=AT_LEAST_1_OR_ALL
@@ -383,9 +379,7 @@ class AdapterSettings:
         "full, also beside adapters.",
         only_for=PICTURES,
     )
-    lora_r: int = setting(
-        8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=(AT_LEAST_1, HELD), only_for=ADAPTERS
-    )
+    lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=HELD_1, only_for=ADAPTERS)
     lora_alpha: int = setting(
         64,
         "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).",
@@ -412,23 +406,21 @@ class ParallelismSettings:
     threads: int = setting(
         1,
         "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number.",
-        within=(AT_LEAST_1, HELD),
+        within=HELD_1,
         only_for=CPU,
     )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
-    devices: int = setting(
-        1, "Number of devices, and so of ranks except with single and mp.", within=(AT_LEAST_1, HELD)
-    )
+    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", within=HELD_1)
     nodes: int = setting(
         1,
         "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
-        within=(AT_LEAST_1, HELD),
+        within=HELD_1,
         only_for=SEVERAL_RANKS,
     )
     stages: int = setting(
         0,
         "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all.",
-        within=(AT_LEAST_0, HELD),
+        within=HELD_0,
         only_for=MP_AND_PP,
     )
     device_map: str = setting(
@@ -443,7 +435,7 @@ class ParallelismSettings:
     micro_batches: int = setting(
         1,
         "With pp: equal parts of a batch, which the stages work on at the same time.",
-        within=(AT_LEAST_1, HELD),
+        within=HELD_1,
         only_for=PP,
     )
     wrap: str = setting(
@@ -455,14 +447,14 @@ class ParallelismSettings:
     prefetch: int = setting(
         1,
         "With fsdp: wrapped modules that are gathered ahead of the one at work.",
-        within=(AT_LEAST_0, HELD),
+        within=HELD_0,
         only_for=FSDP,
     )
     dp_replicate_size: int = setting(
         1,
         "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "
         "weights are gathered within a group, such as a machine, and gradients averaged between the copies.",
-        within=(AT_LEAST_1, HELD),
+        within=HELD_1,
         only_for=FSDP,
     )
     offload: Literal["none", "cpu"] = setting(
@@ -535,13 +527,13 @@ class EvaluationSettings:
         "Rows that a rank validates or answers at once; ranks that share a model in stages answer all of theirs "
         f"together. 0 = chosen by the plan: as many as leave training the highest phase, at most "
         f"{MOST_EVALUATED_AT_ONCE}.",
-        within=(AT_LEAST_0, HELD),
+        within=HELD_0,
     )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
     num_beams: int = setting(
         4,
         "With summarization: beams of the search for a summary; 1 = greedy.",
-        within=(AT_LEAST_1, HELD),
+        within=HELD_1,
         only_for=SUMMARIZATION,
     )
     baseline: Literal["base", "none"] = setting(

@@ -1,20 +1,27 @@
 """torchrun: the words that start ranks, and whether a process was told all that a launcher tells a rank."""
 
 import os
+import stat
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, RunStoppedError
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What every launcher tells a rank."""
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
 """And torchrun besides, with its run's id."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
+NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 """Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """How many processes MPI has started, which Accelerate takes for ranks."""
+KEPT_S = 24 * 60 * 60
+"""How long what a killed process has left where ranks meet stays at least."""
 LAST_PORT, MOST_DIGITS, SHOWN_LETTERS = 65535, 9, 40
 
 
@@ -30,11 +37,46 @@ def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> 
     return ["torchrun", *words, "--nproc_per_node", str(ranks_per_node), "--rdzv_backend", "c10d", *place]
 
 
+def is_of_torchrun() -> bool:
+    """Return whether torchrun, or a launcher that is made of it, has started this process."""
+    return RUN_ID in os.environ
+
+
 def meeting_file() -> str:
-    """Return a new file, which this user alone can read and write, for torchruns of one machine to meet in."""
-    descriptor, path = tempfile.mkstemp(prefix="torchrun-")
+    """Return a new file for torchruns of one machine to meet in, after those of processes that were killed are removed.
+
+    Raises:
+        RunStoppedError: see `folder_of_user`.
+    """
+    import psutil  # here: few commands start ranks
+
+    folder = folder_of_user()
+    for path in folder.glob("[0-9]*-*"):
+        process = path.name.partition("-")[0]
+        with suppress(FileNotFoundError):
+            is_old = time.time() - path.stat().st_mtime > KEPT_S  # where machines share the folder, others' go on
+            if is_old and process.isdigit() and not psutil.pid_exists(int(process)):
+                path.unlink()
+    descriptor, path = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=folder)
     os.close(descriptor)
     return path
+
+
+def folder_of_user() -> Path:
+    """Return the folder where this user's launchers and ranks meet; nobody else can write into it.
+
+    Raises:
+        RunStoppedError: Somebody else has made it.
+    """
+    folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise RunStoppedError(
+            f"{folder}, where ranks meet, can be written by others: remove it, or let TMPDIR name a folder of your own."
+        )
+    return folder
 
 
 def check_told(environment: Mapping[str, str]) -> None:
@@ -61,9 +103,7 @@ def check_told(environment: Mapping[str, str]) -> None:
 
 def _what_no_rank_is_told(told: Mapping[str, str]) -> str:
     """Return which variables hold no number, or one that does not go with the others; empty where all is well."""
-    texts = {name: value for name, value in told.items() if name in (*TOLD, *TOLD_BY_TORCHRUN)}
-    del texts["MASTER_ADDR"]
-    texts.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    texts = {name: value for name, value in told.items() if name not in NO_NUMBERS}
     for name, value in texts.items():
         if not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
             return f"{name} should be a whole number from 0 on"

@@ -55,13 +55,13 @@ def check_inputs(run: RunConfig) -> RunConfig:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
     run = check_settings(run)
-    rows = training_rows(run)
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    check_training_rows(run, splits.train)
     results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
     if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
-        check_checkpoint(run, detect_launcher(), len(rows), digests_of(load_splits(run)))
-    splits, tokenizer = load_splits(run), load_tokenizer(run)
+        check_checkpoint(run, detect_launcher(), len(splits.train), digests_of(splits))
     check_tokens(splits, tokenizer, run)
     check_rows_readable(run, splits, tokenizer)
     return check_placement_and_memory(run, splits, tokenizer)
@@ -114,7 +114,10 @@ def check_trackers(run: RunConfig) -> None:
     for tracker in trackers:
         check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
         if tracker not in INTEGRATION_TO_CALLBACK and len(trackers) > 1:
-            raise BadInputError(f"report_to is {run.report_to}, but {tracker} cannot be combined with others: pass it alone, or leave it out.")
+            raise BadInputError(
+                f"report_to is {run.report_to}, but {tracker} cannot be combined with others: pass it alone, or leave "
+                "it out."
+            )
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
 
@@ -144,18 +147,16 @@ def check_weights(run: RunConfig) -> None:
         check_weight_files(run, check_model(run.model, run.model_revision), model_class(run, config), config)
 
 
-def training_rows(run: RunConfig) -> Sequence[Row]:
-    """Return the run's training rows, at least one for each rank, or part that ranks draw from.
+def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
+    """Check that there is a training row for each rank, or part that ranks draw from, and a schedule over their steps.
 
     Raises:
-        BadInputError: a row is missing or malformed, there are too few, or no schedule can be followed over their steps.
+        BadInputError: there are too few, or the learning rate's schedule cannot be followed.
     """
-    rows = load_splits(run).train
     if len(rows) < run.partition_count:
         parts = f"{run.partition_count} {'partitions' if run.partitions else 'ranks'}"
         raise BadInputError(f"There are {len(rows)} training rows for {parts}: give each at least one.")
     check_schedule(run, run.total_steps(len(rows)))
-    return rows
 
 
 def _check_parallelism(run: RunConfig) -> None:

@@ -35,12 +35,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from common.base.command_line import SPEAK_FIRST_S, refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
-from common.base.run_config import RunConfig
+from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import run_of_folder
-from common.checks.inputs import check_room_to_save, check_settings, training_rows
+from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
+from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import load_tokenizer, longest_readable
@@ -56,6 +57,7 @@ from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
+from common.training.optimizers import check_schedule
 from common.training.placement import evaluation_of_rows, place_stages, with_rows_at_once
 from common.training.strategy import strategy_class
 from common.training.trainer import (
@@ -211,8 +213,9 @@ def planned_gib(plan: Plan | None, number: int) -> float | None:
 def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
     said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
-    by_plan = plan.max_batch_size if plan and not plan.may_fit else 0
-    is_known = plan and not plan.may_fit and run.micro_batches == 1  # fewer rows may fit in fewer micro-batches
+    is_foreseen = plan and not plan.may_fit
+    by_plan = plan.max_batch_size if is_foreseen else 0
+    is_known = is_foreseen and run.micro_batches == 1  # fewer rows may fit in fewer micro-batches
     fitting, parts = by_plan or (0 if is_known else rows // 2), run.micro_batches
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
@@ -530,10 +533,11 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     with silent_if_well() if is_rank else nullcontext():  # the process that started it has said the same
         run = check_settings(run)
         if options.seq_len is None:
-            training_rows(run)
+            check_training_rows(run, load_splits(run).train)
             rows = rows_of_run(run)
         else:
             rows = rows_of_length(run, options.seq_len)
+            check_schedule(run, total_steps(run, rows.count) or LARGEST)
     evaluation = evaluation_of_rows(run, rows.validation)
     stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
     run = with_rows_at_once(run, plan)

@@ -45,9 +45,9 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
             checked = checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run)
         # each rank's plan chose how many rows its device answers at once: ranks with unlike devices take the fewest
         at_once = min(gather_object([checked.per_device_eval_batch_size]))
-        by_hand = replace(checked, per_device_eval_batch_size=asked.per_device_eval_batch_size)
         checked = replace(checked, per_device_eval_batch_size=at_once)
-        log = RunRecorder(checked, rank, by_hand)
+        log = RunRecorder(checked, rank)
+        log.command_rows = asked.per_device_eval_batch_size
         log.row_digests = digests_of(load_splits(checked))
         yield log
 

@@ -19,12 +19,12 @@ from common.base.paths import REPOSITORY
 from common.base.torchrun import meeting_file
 from common.checks.processes import FAILS, LEFT_OUT, WORKS, failed, not_installed, run_processes
 from common.records.store import RECORD_NAME, Record, load_record
+from common.runtime.machines import LOOPBACK
 
 Found = dict[str, Any]  # `status`, `why`, and what was measured
 SMOKE, RESTART = "smoke", "restart"
 RESTARTED_PAIR, KILLED_STEP = "2.2 DDP", 3
 LIMIT_S = 100.0
-LOOPBACK = "127.0.0.1"
 LORA = "2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py"
 LORA_DDP = "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py"
 QLORA = "2.3_qlora_finetuning/run_0_cpu_x1/my_workflow_qlora_finetuning.py"

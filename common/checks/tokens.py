@@ -1,6 +1,7 @@
 """What a model can read, its positions and its embeddings, against the tokens that a run's rows give it."""
 
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -59,13 +60,14 @@ def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase)
 
 def _check_embeddings(run: RunConfig, rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     beyond = tokens_without_embedding(run, tokenizer)
+    any_of_them = re.compile("|".join(map(re.escape, beyond)))
     for row in rows if beyond else ():
-        for token in beyond:
-            if any(token in text for text in texts_of(row)):
-                raise BadInputError(
-                    f"{place_of(row)} has the token {token!r} in a text, for which {run.model} has no embedding: "
-                    "remove it there, or from the tokenizer's added tokens."
-                )
+        found = next(filter(None, map(any_of_them.search, texts_of(row))), None)
+        if found:
+            raise BadInputError(
+                f"{place_of(row)} has the token {found[0]!r} in a text, for which {run.model} has no embedding: "
+                "remove it there, or from the tokenizer's added tokens."
+            )
     if beyond:
         say_once(f"{run.model}: it has no embedding for {shown(beyond)} of its tokenizer, which no row has")
 

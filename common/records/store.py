@@ -162,11 +162,9 @@ def _parsed(path: Path) -> object:
         raise BadInputError(f"{path} is no record ({found}): run `make run` first, then `make record`.")
     with reading(f"The record {path}", AGAIN.capitalize()):
         size = path.stat().st_size
-        text = path.read_text(encoding="utf-8") if size <= MOST_BYTES else ""
-    if not text and size:
-        raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
-    with reading(f"The record {path}", AGAIN.capitalize()):
-        return json.loads(text)
+        if size > MOST_BYTES:
+            raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
+        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def load_whole_record(path: Path) -> Record:

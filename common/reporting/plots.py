@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,10 +41,10 @@ def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
     """
     named = sorted(range(len(records)), key=lambda number: _lowest_loss(records[number]))[:MOST_NAMED]
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.5 + 0.1 * len(named)), layout="constrained")
-    others = [number for number in range(len(records)) if number not in named]
-    for number in (*others, *sorted(named)):  # those that are named lie above
-        place = sorted(named).index(number) if number in named else None
-        look = {"color": "0.8", "linewidth": 0.5} if place is None else LOOKS[place % len(LOOKS)] | {"marker": "."}
+    looks = dict(zip(sorted(named), cycle(LOOKS)))
+    others = [number for number in range(len(records)) if number not in looks]
+    for number in (*others, *looks):  # those that are named lie above
+        look = looks[number] | {"marker": "."} if number in looks else {"color": "0.8", "linewidth": 0.5}
         metric, direction, points = _metric_by_step(records[number])
         curves = (
             ("training loss", records[number].get("training_losses")),
@@ -51,7 +52,7 @@ def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
             (f"{metric} ({direction} is better)", points),
         )
         for axes, (name, curve) in zip(panels, curves, strict=True):
-            label = "_" if place is None else _plain(labels[number])  # what begins so, no legend names
+            label = _plain(labels[number]) if number in looks else "_"  # what begins so, no legend names
             axes.plot(*zip(*curve or [(float("nan"),) * 2], strict=True), label=label, **look)
             axes.set(xlabel="optimizer step", ylabel=axes.get_ylabel() or (name if curve else ""))
     if others:

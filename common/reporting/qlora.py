@@ -1,6 +1,8 @@
 """The tables of QLoRA (2.3): quality of both merges, time, memory beside LoRA; full, LoRA and QLoRA side by side."""
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pandas as pd
 
@@ -180,11 +182,15 @@ def _is_recipe(record: Record) -> bool:
     A record says what the model takes of padding, and how many rows the plan lets answer at once, where the folder
     leaves that open; whether the base was evaluated changes nothing.
     """
-    literal, config = run_folders().get(REPOSITORY / record["run_folder"]), record["config"]
+    literal, config = _literals().get(REPOSITORY / record["run_folder"]), record["config"]
     if literal is None:  # of a run folder that is not here
         return False
-    literal = literal.to_dict()
     named = {"seed", "run_name", "results_root", "run_folder"}
     chosen = {"padding_free", "per_device_eval_batch_size", "baseline"}
     compared = (literal.keys() & config.keys()) - named - chosen
     return record["launcher"] == "python" and all(config[name] == literal[name] for name in compared)
+
+
+@cache
+def _literals() -> dict[Path, dict[str, object]]:
+    return {folder: run.to_dict() for folder, run in run_folders().items()}

@@ -1,18 +1,15 @@
 """Ranks that torchrun starts again, perhaps on fewer or more machines: where they meet, and the same steps."""
 
 import os
-import stat
-import tempfile
 import time
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
+from common.base.torchrun import folder_of_user
 from common.records.store import default_run_name
 from common.runtime.world import detect_launcher, may_start_again
 
@@ -115,23 +112,6 @@ def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.St
     except dist.DistNetworkError:
         raise _not_started([0], timeout_s) from None
     return part_of_this_start(store, rank, world_size, timeout_s)
-
-
-def folder_of_user() -> Path:
-    """Return the folder where the ranks of this user's launchers meet; nobody else can write into it.
-
-    Raises:
-        RunStoppedError: Somebody else has made it.
-    """
-    folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise RunStoppedError(
-            f"{folder}, where ranks meet, can be written by others: remove it, or let TMPDIR name a folder of your own."
-        )
-    return folder
 
 
 def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:

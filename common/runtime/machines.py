@@ -18,7 +18,8 @@ from common.base.run_config import RunConfig
 from common.planning.architectures import cached_commit
 
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
-LOOPBACK = ("127.", "::1")
+LOOPBACK = "127.0.0.1"
+LOOPBACKS = ("127.", "::1")
 LAST_BYTES = 2**16
 READ_WHOLE = ("config.json", "*.index.json", "tokenizer*", "chat_template*", "additional_chat_templates/*", "vocab.*",
               "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")  # fmt: skip
@@ -142,7 +143,7 @@ def use_interface_to(address: str, port: int) -> None:
     """
     variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
     own = own_address_towards(address, port)
-    if own.startswith(LOOPBACK) and not address.startswith((*LOOPBACK, "localhost")):
+    if own.startswith(LOOPBACKS) and not address.startswith((*LOOPBACKS, "localhost")):
         own = own_address_towards(ELSEWHERE, port)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):

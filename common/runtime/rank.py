@@ -24,17 +24,16 @@ from common.base.command_line import how_to_resume, say_when_told_to_end
 from common.base.errors import BadInputError, when_told_to_end
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
-from common.base.torchrun import nodes_command
+from common.base.torchrun import is_of_torchrun, nodes_command
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.planning.plans import offer
 from common.runtime.elastic import store_of_this_start
 from common.runtime.faults import fault_at
-from common.runtime.machines import use_interface_to
+from common.runtime.machines import LOOPBACK, use_interface_to
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher
 
 TOLD_TO_END = "error: this rank was told to end ({}): its launcher, or another rank, says why. "
-LOOPBACK = "127.0.0.1"
 LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last works; some milliseconds are needed
 
 
@@ -147,7 +146,7 @@ def _join_world(run: RunConfig) -> PartialState:
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
     use_interface_to(os.environ["MASTER_ADDR"] if run.nodes > 1 else LOOPBACK, int(os.environ["MASTER_PORT"]))
-    if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
+    if not dist.is_initialized() and is_of_torchrun():
         rank = int(os.environ["RANK"])
         store = store_of_this_start(rank, run.world_size, run.start_timeout_s)
         store.set_timeout(exchange_timeout(run))  # NCCL's ranks meet there as late as their first exchange
@@ -180,7 +179,7 @@ def threads_per_rank(ranks_here: int) -> int:
 
 def end_with_launcher() -> None:
     """Let this rank end with its launcher, however that is killed, and leave a record where it is told to end."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_of_torchrun():
         return
     die_with_parent()
     if parent_is_gone():  # before the kernel was told

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
@@ -70,18 +70,13 @@ class RunRecorder:
         plan: What training was planned to take, once it starts.
         data: Rows and tokens that were read, once they are counted.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
+        command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
         step: How many optimizer steps were taken, once there is a trainer.
     """
 
-    def __init__(self, run: RunConfig, rank: Rank, by_hand: RunConfig | None = None) -> None:
-        """Take the results folder; where the run resumes, with what the last start left there.
-
-        Args:
-            run: What the workflow is to do.
-            rank: This process.
-            by_hand: The same without the rows at once that the plan chose: the record's command gives these settings.
-        """
-        self.run, self.rank, self.by_hand = run, rank, by_hand or run
+    def __init__(self, run: RunConfig, rank: Rank) -> None:
+        """Take the results folder; where the run resumes, with what the last start left there."""
+        self.run, self.rank, self.command_rows = run, rank, run.per_device_eval_batch_size
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
@@ -224,7 +219,7 @@ class RunRecorder:
             "run_folder": self.run.run_folder,
             "run_name": self.run_name,
             "launcher": self.rank.launcher,
-            "command": command_of(self.by_hand, self.rank),
+            "command": command_of(replace(self.run, per_device_eval_batch_size=self.command_rows), self.rank),
             "started_at": self.started_at,
             "config": settings_anywhere(self.run),
             "model_commit": commit_of_model(self.run),

@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from common.base.print_prefix import rank_prefix
+from common.base.torchrun import is_of_torchrun
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
@@ -58,7 +59,7 @@ def is_main_process() -> bool:
 
 def detect_launcher() -> str:
     """Return how this process was started (see `Rank.launcher`)."""
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    elastic = is_of_torchrun()
     if "ipykernel" in sys.modules:
         return "nblaunch" if elastic else "notebook"
     if "ACCELERATE_MIXED_PRECISION" in os.environ:

@@ -414,7 +414,7 @@ def digests_of(splits: Splits) -> dict[str, str]:
     return {name: f"{len(rows):,} rows, digest {digest_of_rows(rows)}" for name, rows in parts.items()}
 
 
-def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str, str] | None = None) -> None:
+def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str, str]) -> None:
     """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
 
     `rows`, `data`: as for `about_run`.
@@ -443,7 +443,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str
         )
 
 
-def _check_listed(folder: Path, run: RunConfig, rows: int, data: Mapping[str, str] | None) -> int:
+def _check_listed(folder: Path, run: RunConfig, rows: int, data: Mapping[str, str]) -> int:
     """Refuse what cannot be resumed, and return how many rows are trained on: rows may be left out, or divided."""
     about = read_manifest(folder)["about"]
     known = run.max_truncated_fraction or (data and about.get("data"))
@@ -457,20 +457,20 @@ def check_resumable(
     rows: int,
     folder: Path,
     about: Mapping[str, Any],
-    data: Mapping[str, str] | None = None,
-    by_trainer: bool | None = None,
+    data: Mapping[str, str],
+    by_trainer: bool,
 ) -> None:
     """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
 
     What an older checkpoint does not say is not compared. `by_trainer`: whether the Trainer takes the steps, and reads
-    its own files; None = whatever files there are.
+    its own files.
 
     Raises:
         BadInputError: what it is of, and what the run is.
     """
     own = about_run(run, rows, data)
     about = {"order": GROUPED, **about}  # the only one that older checkpoints had
-    form = () if by_trainer is None or run.loop != "trainer" else _of_another_form(folder, by_trainer)
+    form = () if run.loop != "trainer" else _of_another_form(folder, by_trainer)
     reasons = chain(_of_another_kind(run, own, about), form, _of_other_settings(own, about))
     for reason in reasons:
         raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
@@ -526,9 +526,15 @@ def _of_another_form(folder: Path, by_trainer: bool) -> Iterator[str]:
     """Yield why a checkpoint of one device or of DDP cannot be read: the Trainer's and the loop's have other files."""
     files = read_manifest(folder)["files"]
     if by_trainer and any(name.startswith(LOOPS_FOLDER) for name in files):
-        yield "that a written-out loop wrote, but this workflow has the Trainer: resume it where it was, in 2.6"
+        yield (
+            "which the training loop of 2.6 wrote, and this workflow trains by Transformers' Trainer, which reads "
+            "other files: resume it in its own run folder"
+        )
     if not by_trainer and TRAINERS_FILE in files:
-        yield "that the Trainer wrote, but this workflow has a written-out loop: resume it where it was, say in 2.2"
+        yield (
+            "which Transformers' Trainer wrote, and this workflow trains by a loop of its own, which reads other "
+            "files: resume it in its own run folder"
+        )
 
 
 def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
@@ -549,11 +555,11 @@ def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iter
                 f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
                 f"rows in the same order, or {anew}"
             )
-    rates = [each["peak_learning_rate"] for each in ({**own, **about}, own)]
-    schedule = settings["lr_scheduler_type"]
-    if rates[0] != rates[1] and schedule in BY_MEASUREMENT:
+    rate, schedule = own["peak_learning_rate"], settings["lr_scheduler_type"]
+    rate_was = about.get("peak_learning_rate", rate)
+    if rate_was != rate and schedule in BY_MEASUREMENT:
         yield (
-            f"with the learning rate {rates[0]:g}, but this run's is {rates[1]:g}, and the schedule {schedule} sets it "
+            f"with the learning rate {rate_was:g}, but this run's is {rate:g}, and the schedule {schedule} sets it "
             f"by what was measured: pass the rate as it was, or {anew}"
         )
 
@@ -563,12 +569,12 @@ def say_changes(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any
     if "settings" not in about:
         return [f"note: {folder.name} is of an older version, and does not say its settings and rows: compare them"]
     step, rate, steps = steps_at(folder), run.peak_learning_rate, run.total_steps(rows)
-    lines = []
-    if about["peak_learning_rate"] != rate:
-        lines.append(f"note: the peak learning rate is {rate:g} from here, and was {about['peak_learning_rate']:g}")
-    if about["steps"] != steps and not run.lr_scheduler_type.startswith("constant"):
+    lines, rate_was, steps_were = [], about.get("peak_learning_rate", rate), about.get("steps", steps)
+    if rate_was != rate:
+        lines.append(f"note: the peak learning rate is {rate:g} from here, and was {rate_was:g}")
+    if steps_were != steps and not run.lr_scheduler_type.startswith("constant"):
         lines.append(
             f"note: after step {step} the schedule {run.lr_scheduler_type} goes on as over {steps} steps; before, it "
-            f"was over {about['steps']}"
+            f"was over {steps_were}"
         )
     return lines

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
+from transformers import SchedulerType, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
-from common.base.run_config import RunConfig, check_choice
+from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
 from common.models.loading import weight_dtype
 from common.tasks.objectives import objective_of
 from common.training.strategy import trainer_takes_steps
@@ -46,6 +46,8 @@ def check_optimizer(run: RunConfig) -> None:
     """
     names = [each.value for each in OptimizerNames]
     check_choice("optim", run.optim, names)
+    if run.optim in SHARDED_OPTIMIZERS:  # PyTorch's own
+        return
     _check_tried(run, "optim", names, _try_optimizer)
 
 
@@ -87,6 +89,8 @@ def _check_tried(run: RunConfig, setting: str, names: Iterable[str], attempt: Ca
 
 def _try_optimizer(run: RunConfig) -> None:
     """Build the optimizer for a square of weights, and on the CPU take a step."""
+    from transformers import Trainer  # here: it imports `datasets`, which takes seconds
+
     weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
     what = f"optim is {run.optim}, which"
     with reading(what, done="built"):

@@ -190,9 +190,9 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 
     def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
         """Return the tokens of a few rows, among them the longest: tokens grow with characters."""
-        few = heapq.nlargest(4 * count, rows, key=lambda row: sum(map(len, texts_of(row))))
-        if run.max_truncated_fraction:  # a share of all rows, of which the longest are no sample
-            few = rows
+        few = rows  # with a share that may be left out all, of which the longest are no sample
+        if not run.max_truncated_fraction:
+            few = heapq.nlargest(4 * count, rows, key=lambda row: sum(map(len, texts_of(row))))
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)

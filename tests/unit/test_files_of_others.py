@@ -119,7 +119,7 @@ def test_nor_is_one_that_is_called_as_earlier_runs_are(
 
 @pytest.mark.parametrize("ending", [".previous", ".unfinished", ".bad", ".previous-2", ".Previous"])
 def test_a_run_is_not_called_as_what_is_set_aside(ending: str) -> None:
-    with pytest.raises(BadInputError, match="another ending"):
+    with pytest.raises(BadInputError, match="set aside"):
         RunConfig(run_name=f"mine{ending}")
     assert RunConfig(run_name=f"mine{ending}s").run_name
 

@@ -249,7 +249,10 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
         ([SINGLE, "--seq-len", "1"], "--seq-len is 1, but must be at least 2"),
         ([SINGLE, "--seq-len", "513"], "--seq-len is 513, but assets/embedded_base reads 512"),
         ([SINGLE, "--target_modules", "no_proj"], "target_modules has 'no_proj', but no linear layer"),
-        ([CLASSIFICATION, "--parallel", "single", "--seq-len", "600"], "--seq-len is 600, but all-minilm-l6-v2 reads 512"),
+        (
+            [CLASSIFICATION, "--parallel", "single", "--seq-len", "600"],
+            "--seq-len is 600, but all-minilm-l6-v2 reads 512",
+        ),
         ([CLASSIFICATION, "--parallel", "tp", "--devices", "5"], "num_attention_heads is 12"),
         ([CLASSIFICATION, "--label_column", "kind", "--seq-len", "16"], "no column 'kind'"),
         ([DDP, "--seq-len", "32", "--json", "no/such/folder/x.json"], "its folder does not exist"),

@@ -15,6 +15,7 @@ from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records import store
+from common.records.schema import wrong_in
 from common.records.store import (
     RECORD_NAME,
     Record,
@@ -97,6 +98,16 @@ def test_a_bad_record_is_named_in_one_line_and_the_others_are_read(
         load_record(bad)
     with pytest.raises(BadInputError):
         find_run(str(bad.parent))
+
+
+def test_why_a_value_is_bad_is_said_as_a_sentence() -> None:
+    record = json.loads(LORA.read_text(encoding="utf-8"))
+    assert not wrong_in(record)
+    for bad in ({"run_folder": "/etc"}, {"run_name": "../there"}, {"run_folder": "/etc", "steps": "many"}):
+        said = wrong_in(record | bad)
+        name, value = next(iter(bad.items()))
+        assert said.startswith(f"{name} is {value!r} (it is no ")
+        assert ("besides: 1" in said) == (len(bad) > 1)
 
 
 def test_a_completed_run_without_a_figure_is_left_out_and_a_failed_one_is_not(results: Path) -> None:

@@ -15,7 +15,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import planner_command, preflight
-from common.checks.inputs import check_settings, check_trackers, training_rows
+from common.checks.inputs import check_settings, check_trackers, check_training_rows
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data import stored_rows
 from common.data.batches import longest_first
@@ -275,9 +275,9 @@ def test_a_schedule_is_followed_before_the_run_follows_it(settings: dict, name: 
 
 def test_a_schedule_is_followed_over_the_steps_of_the_rows() -> None:
     run = RUN.changed_to(lr_scheduler_type="polynomial", warmup_steps=6, num_train_epochs=6)
-    training_rows(check_settings(run))
-    short = run.changed_to(max_steps=6)
-    assert "polynomial" in refusal(training_rows, short)
+    rows = [{}] * 96
+    check_training_rows(check_settings(run), rows)
+    assert "polynomial" in refusal(check_training_rows, run.changed_to(max_steps=6), rows)
     assert "cosin" in refusal(check_settings, run.changed_to(lr_scheduler_type="cosin"))
 
 

@@ -41,7 +41,7 @@ def _checkpoint(root: Path, run: RunConfig = FSDP, **about: object) -> str:
 
 
 def _check(run: RunConfig, rows: int = ROWS) -> None:
-    check_checkpoint(run, "torchrun", rows)
+    check_checkpoint(run, "torchrun", rows, {})
 
 
 def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_the_trainers_checkpoint_is_refused_where_a_loop_is_written_out(tmp_path
         (folder / file).write_text("")
         write_manifest(folder, about_run(run, ROWS, KINDS))
         check_checkpoint(replace(run, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
-        with pytest.raises(BadInputError, match="resume it where it was"):
+        with pytest.raises(BadInputError, match="resume it in its own run folder"):
             check_checkpoint(replace(refused, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
 
 

@@ -35,7 +35,7 @@ OUT_OF_RANGE = [
     ({"per_device_train_batch_size": 1.5}, "per_device_train_batch_size is 1.5, but must be of type int"),
     ({"num_train_epochs": True}, "num_train_epochs is True, but must be of type int"),
     ({"run_name": "../../x"}, "'../../x'"),
-    ({"run_name": "a\0b"}, "cannot name a folder"),
+    ({"run_name": "a\0b"}, "zero byte"),
     ({"run_name": "x" * 300}, "cannot name a folder"),
 ]
 CONTRADICTIONS = [

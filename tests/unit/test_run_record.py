@@ -119,7 +119,9 @@ def test_a_records_command_does_not_set_the_rows_that_the_plan_chose(
 ) -> None:
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "RUN", run, raising=False)
-    record = RunRecorder(replace(run, per_device_eval_batch_size=7), RANK, by_hand=run).complete()
+    log = RunRecorder(replace(run, per_device_eval_batch_size=7), RANK)
+    log.command_rows = run.per_device_eval_batch_size
+    record = log.complete()
     assert record["config"]["per_device_eval_batch_size"] == 7
     assert "per_device_eval_batch_size" not in record["command"]
 

@@ -196,9 +196,9 @@ def test_a_run_resumes_from_the_newest_full_state(tmp_path: Path) -> None:
         with atomic_checkpoint(folder, {**about_run(run, ROWS), HOLDS: holds}, 0, commits=True):
             pass
     assert newest_whole(tmp_path) == full
-    check_resumable(run, ROWS, full, verify(full))
+    check_resumable(run, ROWS, full, verify(full), {}, by_trainer=True)
     with pytest.raises(BadInputError, match="weights alone"):
-        check_resumable(run, ROWS, weights, verify(weights))
+        check_resumable(run, ROWS, weights, verify(weights), {}, by_trainer=True)
 
 
 # -- digests
