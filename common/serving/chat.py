@@ -17,6 +17,7 @@ from common.base.errors import BadInputError, reading
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.data.answer_ends import stops_of_model
+from common.models.loading import longest_readable
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 
 Message = dict[str, str]
@@ -68,6 +69,7 @@ class Conversation:
                 return_tensors="pt",
                 sanitize_control_tokens=True,
             )
+        new_tokens = min(self.max_new_tokens, self._room(model, batch["input_ids"].shape[1]))
         stops = stops_of_model(tokenizer, model)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         print(f"{name:>5} > ", end="", flush=True)
@@ -75,12 +77,26 @@ class Conversation:
             **batch.to(model.device),
             **sampling,
             **stops.settings(tokenizer),
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=new_tokens,
             streamer=InertStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
         answer = stops.cut(tokenizer.decode(generated[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
         turns.append({"role": "assistant", "content": answer})
         return answer
+
+    def _room(self, model: PreTrainedModel, tokens: int) -> int:
+        """Return how many tokens an answer may have after those of a conversation.
+
+        Raises:
+            BadInputError: the model's positions are used up.
+        """
+        longest = longest_readable(model.config)
+        room = longest - tokens if longest else self.max_new_tokens
+        if room < 1:
+            raise BadInputError(
+                f"What was said has {tokens} tokens, and the model reads {longest}: /reset begins a new conversation."
+            )
+        return room
 
 
 def talk(conversation: Conversation) -> None:
@@ -97,7 +113,10 @@ def talk(conversation: Conversation) -> None:
         if question == "/reset":
             conversation.reset()
         elif question:
-            conversation.ask(question)
+            try:
+                conversation.ask(question)
+            except BadInputError as refused:
+                print(f"error: {refused}")
 
 
 def read_options() -> argparse.Namespace:

@@ -103,6 +103,19 @@ def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: p
     assert conversation.turns == {"base": [], "tuned": []}
 
 
+def test_an_answer_ends_where_the_models_positions_end(
+    with_adapter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = chat.Conversation(load_models(find_run(str(with_adapter))), max_new_tokens=20, temperature=0.0)
+    monkeypatch.setattr(chat, "longest_readable", lambda _: 16)
+    said = ["Who?", QUESTION * 4, "/reset", "Who?"]
+    monkeypatch.setattr("builtins.input", lambda _: said.pop(0) if said else "/quit")
+    chat.talk(conversation)
+    out = capsys.readouterr().out
+    assert "error: What was said has" in out
+    assert out.count("tuned >") == 2
+
+
 def test_a_whole_model_is_asked_beside_its_base(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_BASE)
     with torch.no_grad():

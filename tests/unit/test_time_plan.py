@@ -212,6 +212,7 @@ def record_of(run: RunConfig, tokens_per_s: float, devices: tuple[str, ...] = ("
     return {
         "status": "completed",
         "technique": run.technique,
+        "parallel": run.parallel,
         "config": run.to_dict(),
         "environment": {"devices": list(devices)},
         "planned": {"batch": {"rows": run.per_device_train_batch_size, "length": 600, "labelled": 600}},

@@ -7,7 +7,6 @@ The parallelism, "averaging", is data parallel written by hand: gradients are su
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -49,15 +48,12 @@ class Averaging(Strategy):
 
 
 def number_rows(run: RunConfig) -> RowKind:
-    return RowKind((".txt",), "one number per line", "number", _lines, _as_messages, tokenize_messages)
-
-
-def _lines(lines: Iterator[str], source: str) -> Found:
-    return ((int(line), f"{source}, line {number}") for number, line in enumerate(lines, 1))
+    return RowKind((".txt",), "one number per line", "number", _as_messages, tokenize_messages)
 
 
 def _as_messages(found: Found, source: str) -> list[Row]:
-    words = [[("user", f"What follows {number}?"), ("assistant", str(number + 1))] for number, _ in found]
+    numbers = [int(number) for piece, _ in found for number in piece["text"].split()]
+    words = [[("user", f"What follows {number}?"), ("assistant", str(number + 1))] for number in numbers]
     return [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in words]
 
 
