@@ -96,7 +96,9 @@ class Preview:
         if is_plain(self.splits.train):
             return ", with end tokens; all are learnt", f"; they are divided into pieces of {self.max_length:,} tokens"
         learnt = self.learnt
-        beyond = f"; {learnt.count(0):,} have nothing to learn before it"
+        none = learnt.count(0)
+        remedy = f": --max_length {self.lengths[-1]} has all" if none else ""
+        beyond = f"; {none:,} have nothing to learn before it{remedy}"
         if "rejected_ids" in self.tokens[0]:
             return ", of each pair with the longer answer", beyond
         return f", {sum(learnt):,} of them learnt ({sum(learnt) / sum(self.lengths):.0%})", beyond

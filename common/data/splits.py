@@ -92,8 +92,9 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
         source, found = f"The dataset {run.data}", _splits_on_hub(run)
     else:
         raise BadInputError(
-            f"The data {run.data} do not exist: pass --data with a folder that holds the files train, validation and "
-            f"test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
+            f"There are no data {run.data} here or in the repository: pass --data with a folder that holds the files "
+            f"train, validation and test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a "
+            "dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)
     say_once(_say_names({split: (name, found[name][1]) for split, name in names.items()}, source))
@@ -243,7 +244,8 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
         check_ids(rows)
         wanted = min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
         share = f"{'about ' if belongs_to or labels else ''}{wanted:,} of its {len(rows):,} training rows"
-        say_once(f"{source} has no {' and no '.join(missing)} rows: {share} are held out for each")
+        each = "each" if missing[1:] else "it"
+        say_once(f"{source} has no {' and no '.join(missing)} rows: {share} are held out for {each}")
         order = _groups_of(rows, belongs_to)
         if len(order) <= len(missing):
             say_once(f"{source} has too few different pictures ({len(order)}): what is held out has those of training")

@@ -74,7 +74,8 @@ def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
             yield row, f"{source}, row {number}"
     except csv.Error as error:
         raise BadInputError(
-            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
+            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, with nothing between a closing one "
+            "and the separator, or pass the rows as .jsonl."
         ) from None
 
 

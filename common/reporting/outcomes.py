@@ -84,7 +84,7 @@ ELSEWHERE = (
     {
         "fault": 13,
         "technique": "machines",
-        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for who listens there",
+        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for the listener",
         "test": "docs/several_machines.md",
     },
     {
