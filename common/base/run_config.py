@@ -237,7 +237,7 @@ class RunConfig(
         """
         unknown = config.keys() - DEFAULTS.keys()
         if unknown:
-            raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, which this code does not know.")
+            raise BadInputError(f"The run had the settings {sorted(unknown)}, which this code does not know.")
         _Unchecked(**config).check_types()  # before it is asked what its names mean
         idle = idle_settings(config)
         return cls(**{name: value for name, value in config.items() if name not in idle})

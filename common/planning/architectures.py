@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.base.paths import REPOSITORY
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
@@ -25,7 +25,13 @@ POSITIVE_KEYS = {
     *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
     *("d_model", "encoder_layers", "encoder_ffn_dim", "encoder_attention_heads"),
     *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
+    *("image_size", "patch_size", "num_channels", "scale_factor"),
 }
+
+
+MOST_LAYERS, LARGEST_SIZE = 1_000, 2**31 - 1
+"""No model has as many; one of a million layers, by a slip in its config.json, takes minutes to make, weights apart."""
+PUBLISHED = "Take the config.json as published, or pass another --model."
 
 
 class UnknownArchitectureError(BadInputError):
@@ -304,11 +310,8 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path.name} of {model} is not JSON ({error}): pass the config.json of a model.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_config(path, model)
+    if "model_type" not in config:
         raise BadInputError(f"{path.name} of {model} has no key model_type: pass the config.json of a model.")
     refuse_quantized(model, config)
     kind = config["model_type"]
@@ -316,9 +319,6 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise UnknownArchitectureError(
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
-    for key, value in config.items():
-        if key in POSITIVE_KEYS and not (isinstance(value, int) and value > 0) and value is not None:
-            raise BadInputError(f"{key} in {path.name} of {model} is {value!r}, but must be a whole number above 0.")
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
         name = model.rpartition("/")[2]
@@ -328,6 +328,30 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+
+
+def read_config(path: Path, model: str) -> dict[str, Any]:
+    """Return what the config.json of `model` holds, before any library makes something of it.
+
+    Raises:
+        BadInputError: It is no object of JSON, or has a size that is no whole number, or larger than any model's.
+    """
+    with reading(f"{path.name} of {model}", PUBLISHED):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    kind = config.get("model_type", "")
+    if not isinstance(kind, str):
+        raise BadInputError(f"model_type in {path.name} of {model} is {kind!r:.60}, but must be a text. {PUBLISHED}")
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    for key, value in (each for part in parts for each in part.items()):
+        if key not in POSITIVE_KEYS or value is None or isinstance(value, list):  # some kinds have one for each layer
+            continue
+        most = MOST_LAYERS if key.endswith("layers") else LARGEST_SIZE
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            raise BadInputError(
+                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
+                f"{most:,}. {PUBLISHED}"
+            )
+    return config
 
 
 def refuse_quantized(model: str, config: dict[str, Any]) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError, reading
 from common.data.answer_ends import check_named_templates, saved_stops
 from common.data.templates import begins_by_itself
+from common.models.loading import read_tokenizer
 from common.serving.gguf_file import export_gguf
 
 Message = dict[str, str]
@@ -93,7 +94,7 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     Raises:
         BadInputError: the chat template does what no template of Ollama can, or see `export_gguf`.
     """
-    tokenizer, name = AutoTokenizer.from_pretrained(model, trust_remote_code=False), f"model-{weight_type}.gguf"
+    tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     affixes = affixes_of(tokenizer)
     stops = saved_stops(model, tokenizer)
     stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])

@@ -114,7 +114,7 @@ def test_an_adapter_of_another_base_is_refused(with_adapter: Path, tmp_path: Pat
     other = make_tiny("llama", tmp_path / "other")
     (with_adapter / "merged").mkdir()
     (with_adapter / "merged" / "config.json").write_text('{"hidden_size": 128, "num_hidden_layers": 4}')
-    refusal = r"one does not fit .*other \(hidden size 64, .*embedded_base \(hidden size 128, 4 layers\).*--base"
+    refusal = r"one cannot be put on .*other \(hidden size 64, .*embedded_base \(hidden size 128, 4 layers\).*--base"
     with pytest.raises(BadInputError, match=refusal):
         load_models(find_run(str(with_adapter), base=other))
 
