@@ -95,6 +95,15 @@ def status_of(error: BaseException) -> str:
     return "failed"
 
 
+MOST_SAID = 4_000
+"""Characters of an error."""
+
+
+def shortened(said: str) -> str:
+    """Return a sentence of at most `MOST_SAID` characters, without its middle: a user's values may be of any length."""
+    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
+
+
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 

@@ -244,5 +244,5 @@ def _saved_settings(folder: Path) -> dict[str, Any]:
     file = folder / GENERATION_CONFIG_NAME
     if not file.is_file():
         return {}
-    with reading(f"{file.name} of {folder.name}", "correct or remove it."):
+    with reading(f"{file.name} of {folder.name}", "Correct or remove it."):
         return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -369,11 +369,10 @@ def load_pretrained(
     """
     labels = {} if source else class_names(run)
     expected = LOADING_LOGGERS if run.goal.classifies else ()
-    to_load = what_to_load(run, source)
     of_model = reading(f"The model {source or run.model}", "Correct its files, or pass another --model.", "loaded")
     with of_model, silent(*expected), forked_random_numbers(*device_map.values()):
         model, loading = kind.from_pretrained(
-            **to_load,
+            **what_to_load(run, source),
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
             device_map=device_map,

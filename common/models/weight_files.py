@@ -90,7 +90,8 @@ def check_weight_files(
         )
     if not stored:
         return
-    model, loading = _as_loaded(stored, kind, config)
+    with reading(f"The model of config.json of {run.model}", "Take it as published.", "built"):
+        model, loading = _as_loaded(stored, kind, config)
     needed = dict(model.named_parameters())
     lost = [name for name in sorted(loading["missing_keys"]) if name in needed and not _starts_anew(name, run, model)]
     if lost:

@@ -4,6 +4,8 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 """
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +31,10 @@ POSITIVE_KEYS = {
 }
 
 
-MOST_LAYERS, LARGEST_SIZE = 1_000, 2**31 - 1
-"""No model has as many; one of a million layers, by a slip in its config.json, takes minutes to make, weights apart."""
+COUNTED = {re.compile(r"(^|_)layers?$|^depth$"): 1_000, re.compile(r"^num_labels$"): 10**6}
+"""Keys of which libraries make as many parts, and the most that any model has: a million layers, by a slip in its
+config.json, take minutes even without weights."""
+LARGEST_SIZE = 2**31 - 1
 PUBLISHED = "Take the config.json as published, or pass another --model."
 
 
@@ -319,6 +323,13 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise UnknownArchitectureError(
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
+    for key, value in _values_in(config):
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
+        if key in POSITIVE_KEYS and value is not None and not is_whole:
+            raise BadInputError(
+                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
+                f"{LARGEST_SIZE:,}."
+            )
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
         name = model.rpartition("/")[2]
@@ -334,24 +345,28 @@ def read_config(path: Path, model: str) -> dict[str, Any]:
     """Return what the config.json of `model` holds, before any library makes something of it.
 
     Raises:
-        BadInputError: It is no object of JSON, or has a size that is no whole number, or larger than any model's.
+        BadInputError: It is no object of JSON, or has more layers or labels than any model.
     """
     with reading(f"{path.name} of {model}", PUBLISHED):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     kind = config.get("model_type", "")
     if not isinstance(kind, str):
         raise BadInputError(f"model_type in {path.name} of {model} is {kind!r:.60}, but must be a text. {PUBLISHED}")
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for key, value in (each for part in parts for each in part.items()):
-        if key not in POSITIVE_KEYS or value is None or isinstance(value, list):  # some kinds have one for each layer
-            continue
-        most = MOST_LAYERS if key.endswith("layers") else LARGEST_SIZE
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+    for key, value in _values_in(config):
+        most = next((count for keys, count in COUNTED.items() if keys.search(key)), math.inf)
+        if isinstance(value, int) and value > most:
             raise BadInputError(
-                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
-                f"{most:,}. {PUBLISHED}"
+                f"{key} in {path.name} of {model} is {value:,}, but can be {most:,} at most. {PUBLISHED}"
             )
     return config
+
+
+def _values_in(config: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield all values of a config with their names, those of its parts, such as a vision tower's, as well."""
+    parts = [config]
+    for part in parts:
+        parts += (value for value in part.values() if isinstance(value, dict))
+        yield from part.items()
 
 
 def refuse_quantized(model: str, config: dict[str, Any]) -> None:

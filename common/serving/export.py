@@ -24,7 +24,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.data.answer_ends import save_stops
+from common.data.answer_ends import save_stops, saved_stops
 from common.data.rows import shown
 from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
@@ -47,6 +47,7 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     check_holds(tuned, tuned.whole_model, "config.json")
     check_new(output)
     card, tokenizer = card_of(tuned), read_tokenizer(tuned.whole_model)
+    saved_stops(tuned.whole_model, tokenizer)  # refused before anything is written
     shutil.copytree(tuned.whole_model, output)
     save_stops(output, tokenizer)  # runs of an older version did not
     card.save(output / CARD_NAME)
@@ -74,6 +75,7 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     check_adapter(adapter)
     check_new(output)
     card, tokenizer = card_of(tuned, is_adapter=True), read_tokenizer(adapter)
+    saved_stops(adapter, tokenizer)  # as above
     shutil.copytree(adapter, output)
     save_stops(output, tokenizer)
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))

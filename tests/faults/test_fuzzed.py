@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -68,10 +69,10 @@ MORE_OF_CONFIG = {
     "_attn_implementation": "kernels-community/flash-attn", "attn_implementation": "x/y", "dtype": "float7",
     "auto_map": {"AutoConfig": "m.C"},
     "quantization_config": {"quant_method": "gptq", "bits": 4}, "rope_scaling": {"type": "linear", "factor": 2.0},
-    "text_config": {"model_type": "llama"}, "vision_config": {}, "id2label": {"0": "a"}, "num_labels": 2,
+    "text_config": {"model_type": "llama"}, "vision_config": {}, "id2label": {"0": "a"}, "num_labels": 10**9,
     "torch_dtype": "x", "layer_types": ["full_attention"], "sliding_window": 4, "is_encoder_decoder": True,
     "tokenizer_class": "T",
-    "num_experts": 8, "transformers_version": 5, "use_bidirectional_attention": True,
+    "num_experts": 8, "n_layer": 10**6, "transformers_version": 5, "use_bidirectional_attention": True,
 }  # fmt: skip
 MORE_OF_TOKENIZER = {
     "chat_template": [{"name": "default", "template": "x"}], "auto_map": {"AutoTokenizer": ["m.T", None]},
@@ -141,7 +142,7 @@ def changed(value: object, random: Random, more: dict[str, object] | None = None
     for _ in range(random.randint(1, 3)):
         if more and isinstance(copy, dict) and random.random() < 0.3:
             name = random.choice(list(more))
-            copy[name] = random.choice([more[name], more[name], random.choice(ODD)])
+            copy[name] = deepcopy(random.choice([more[name], more[name], random.choice(ODD)]))
             continue
         holder, place = random.choice(list(_places(copy)) or [([None], 0)])
         match random.randrange(6):
@@ -150,7 +151,7 @@ def changed(value: object, random: Random, more: dict[str, object] | None = None
             case 1 if isinstance(holder, dict):
                 holder[random.choice([f"{place}x", "", "\ud800"])] = holder.pop(place)
             case _:
-                holder[place] = random.choice(ODD)
+                holder[place] = deepcopy(random.choice(ODD))
     return copy
 
 

@@ -14,7 +14,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
-from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
+from common.records.store import RECORD_NAME, kept_files, settings_anywhere
 from common.serving import chat
 from common.serving.tuned_runs import find_run, load_models
 from common.tasks.answers import generate_answers
@@ -27,8 +27,9 @@ ROW = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant",
 
 def write_record(folder: Path, run: RunConfig, **changes: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"schema_version": SCHEMA_VERSION, "status": "completed", "config": settings_anywhere(run),
-              "command": "python x", **changes}  # fmt: skip
+    of_task = "3.1_" if run.goal.classifies else "3.4_" if run.goal.compares else "2.1_"
+    whole = json.loads(next(file for file in kept_files() if of_task in str(file)).read_text())
+    record = {**whole, "config": settings_anywhere(run), "command": "python x", "model_commit": None, **changes}
     (folder / RECORD_NAME).write_text(json.dumps(record))
     return folder
 
