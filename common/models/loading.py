@@ -411,10 +411,21 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
+    """Return the class of a run's model: with classification the library's classifier on its layers, else its own.
+
+    Raises:
+        BadInputError: its config.json names none that Transformers has.
+    """
     if run.goal.classifies:
         return getattr(transformers, run.goal.auto_class)._model_mapping[type(config)]
-    return getattr(transformers, config.architectures[0])
+    name = next(iter(config.architectures or ()), "")
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise BadInputError(
+            f"architectures in config.json of {run.model} begins with {name!r}, which is no model of Transformers. "
+            f"{PUBLISHED}"
+        )
+    return kind
 
 
 def checked_config(run: RunConfig) -> PretrainedConfig:

@@ -349,9 +349,11 @@ def read_config(path: Path, model: str) -> dict[str, Any]:
     """
     with reading(f"{path.name} of {model}", PUBLISHED):
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-    kind = config.get("model_type", "")
-    if not isinstance(kind, str):
-        raise BadInputError(f"model_type in {path.name} of {model} is {kind!r:.60}, but must be a text. {PUBLISHED}")
+    names = config.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in [config.get("model_type", ""), *names])):
+        raise BadInputError(
+            f"model_type in {path.name} of {model} must be a text, and architectures a list of such. {PUBLISHED}"
+        )
     for key, value in _values_in(config):
         most = next((count for keys, count in COUNTED.items() if keys.search(key)), math.inf)
         if isinstance(value, int) and value > most:
