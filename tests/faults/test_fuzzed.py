@@ -29,7 +29,7 @@ import pytest
 import yaml
 
 from common.base.command_line import FAULT
-from common.base.errors import BadInputError, RunStoppedError
+from common.base.errors import BadInputError, RunStoppedError, shortened
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
@@ -119,7 +119,7 @@ def said_of(work: Work) -> str:
         with limited(), redirect_stdout(io.StringIO()), redirect_stderr(said):
             work()
     except (BadInputError, RunStoppedError) as refused:
-        return str(refused)
+        return shortened(str(refused))  # as a command says it
     except SystemExit as end:
         if FAULT in str(end.code):
             raise end.__context__ from None
