@@ -433,7 +433,7 @@ KINDS: dict[str, tuple[Callable[[Random, Path], Work], tuple[str, ...]]] = {
     "rows": (odd_rows, ("rows.",)),
     "settings": (odd_settings, ("settings.yaml", "argument", *(field.name for field in fields(RunConfig)))),
     "models": (odd_models, ("my_model", *(field.name for field in fields(RunConfig)))),
-    "adapters": (odd_adapters, ("tuned", "adapter", "merged")),
+    "adapters": (odd_adapters, ("tuned", "adapter", "merged", "chat template")),
     "records": (odd_records, ("run_record.json", "tuned")),
 }
 """What makes inputs of a kind, and what one of the words of a refusal must be."""
