@@ -432,7 +432,7 @@ KINDS: dict[str, tuple[Callable[[Random, Path], Work], tuple[str, ...]]] = {
     "bytes": (bytes_of_files, ("rows.",)),
     "rows": (odd_rows, ("rows.",)),
     "settings": (odd_settings, ("settings.yaml", "argument", *(field.name for field in fields(RunConfig)))),
-    "models": (odd_models, ("my_model", *(field.name for field in fields(RunConfig)))),
+    "models": (odd_models, ("my_model", "assets/", *(field.name for field in fields(RunConfig)))),
     "adapters": (odd_adapters, ("tuned", "adapter", "merged", "chat template")),
     "records": (odd_records, ("run_record.json", "tuned")),
 }
