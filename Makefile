@@ -84,7 +84,7 @@ mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see 
 
 soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, every family and notebook; keeps outcomes for the tables of docs
 	@rm -f tests/faults/outcomes.json
-	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
+	@KILLS=100 FUZZED_INPUTS=1000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/recipes/test_families.py tests/recipes/test_equivalence.py
 	@$(BIN)/python -m pytest -q -m soak tests/notebooks
 	@$(BIN)/python -m common.report --write

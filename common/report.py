@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.page:
-        print(f"wrote {write_page()}")
+        print(f"wrote {write_page(kept_records())}")
         return
     if options.open:
         print(open_page())
@@ -68,7 +68,7 @@ def _render_readmes(write: bool) -> int:
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if write and path == PAGE:
-            write_page()
+            write_page(records)
         elif write:
             path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")

@@ -20,6 +20,7 @@ from common.base.errors import (
     RunStoppedError,
     is_of_the_network,
     said_by,
+    shortened,
     when_told_to_end,
 )
 from common.base.inert import printable
@@ -37,8 +38,6 @@ TOLD_ALONE = (
     f"error: this run was told to end ({{}}); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
 FAULT = "a fault of this project, or of code that was changed"
-MOST_SAID = 4_000
-"""Characters of an error."""
 SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
 
 
@@ -163,11 +162,6 @@ def _say_once(error: Exception) -> None:
 
 def _sayable(error: Exception) -> str:
     return printable(shortened(str(error)))
-
-
-def shortened(said: str) -> str:
-    """Return a sentence of at most `MOST_SAID` characters, without its middle: a user's values may be of any length."""
-    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
 
 
 def _reader_is_gone() -> bool:

@@ -3,6 +3,7 @@
 import errno
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,10 @@ def is_of_the_network(error: BaseException) -> bool:
     return isinstance(error, DistError) or GLOO.match(str(error)) is not None
 
 
+def _is_of_lost_rank(error: BaseException) -> bool:
+    return "torch.distributed" in sys.modules and is_of_the_network(error)
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error means a full disk; safetensors' own class has the system's number in its message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
@@ -90,6 +95,15 @@ def status_of(error: BaseException) -> str:
     return "failed"
 
 
+MOST_SAID = 4_000
+"""Characters of an error."""
+
+
+def shortened(said: str) -> str:
+    """Return a sentence of at most `MOST_SAID` characters, without its middle: a user's values may be of any length."""
+    return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
+
+
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 
@@ -106,14 +120,16 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
         done: What the library does with it: read, built.
 
     Raises:
-        BadInputError: the library has raised anything but a full disk or too little memory.
+        BadInputError: the library has raised anything but a full disk, too little memory or a lost rank.
     """
     try:
         yield
     except (BadInputError, RunStoppedError):
         raise
-    except Exception as error:
-        if is_full_disk(error) or status_of(error) == "oom":
+    except BaseException as error:
+        is_of_rust = type(error).__name__ == "PanicException"  # of tokenizers and safetensors; no Exception to Python
+        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or _is_of_lost_rank(error)
+        if is_of_machine or not (is_of_rust or isinstance(error, Exception)):
             raise
         why = f"{type(error).__name__}: {said_by(error)}"
         raise BadInputError(f"{what} cannot be {done} ({why}). {next_step}".rstrip()) from error

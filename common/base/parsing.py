@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args
 import yaml
 from trl import TrlParser
 
-from common.base.errors import BadInputError, closest, reading
+from common.base.errors import BadInputError, closest, reading, shortened
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
 from common.base.settings import GROUPS, RENAMED
@@ -63,7 +63,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
         end = " --help lists the options." if message.endswith("?") else "; --help lists the options"
-        self.exit(2, f"error: {without_secrets(message)}{end}\n")
+        self.exit(2, f"error: {shortened(without_secrets(message))}{end}\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Return the options' values; exit with code 2 where one is unknown."""

@@ -19,7 +19,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.data.files import is_url
 from common.data.rows import IGNORED_LABEL, Row, Tokens, begin_of, place_of
 
@@ -250,10 +250,15 @@ def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
     It is asked once for each number of rows and columns of tiles, on which they depend.
     """
     count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
-    tiles = tuple(count(size[1], size[0], {})[1:]) if count else ()
+    what, remedy = f"The processor of {processor.tokenizer.name_or_path}", "Correct it, or pass another --model."
+    with reading(what, remedy):
+        tiles = tuple(count(size[1], size[0], {})[1:]) if count else ()
     known = _IDS.setdefault(processor, {})
     if tiles not in known:
-        inputs = processor(text=processor.image_token, images=Image.new("RGB", size), add_special_tokens=False)
+        with reading(what, remedy):
+            inputs = processor(text=processor.image_token, images=Image.new("RGB", size), add_special_tokens=False)
+        if processor.image_token_id not in inputs["input_ids"][0]:
+            raise BadInputError(f"{what} writes no token {processor.image_token} for a picture. {remedy}")
         known[tiles] = list(inputs["input_ids"][0])
     return known[tiles]
 

@@ -14,7 +14,6 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
-from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -46,9 +45,11 @@ from common.models.module_by_module import EachModule, draw_weights, each_as_it_
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.architectures import (
+    PUBLISHED,
     find_config,
     is_hub_id,
     reach_of_positions,
+    read_config,
     refuse_quantized,
     refuse_revision,
 )
@@ -66,6 +67,7 @@ FLASH_PACKAGES = {
 ASSETS = REPOSITORY / "assets"
 EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
+A_WORD = "Clock"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 """Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
@@ -174,12 +176,8 @@ def _check_folder(folder: Path, model: str) -> Path:
             f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
             "copy them there, or pass another --model."
         )
-    try:
-        config, _ = PretrainedConfig.get_config_dict(folder)
-        brings_code = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
-    except (OSError, ValueError, TypeError, AttributeError):
-        brings_code = False  # loading says what is wrong with it
-    if brings_code:
+    config = read_config(folder / "config.json", model)
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise BadInputError(
             f"The model folder {model} brings code of its own (auto_map of its config.json), which is not run: pass a "
             "--model of a kind that Transformers knows."
@@ -236,12 +234,23 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
         checked_config(run)
     if run.weights == "random" and run.model != MINILM:
         return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer, trust_remote_code=False)
-    source = what_to_load(run)
-    with reading(f"The tokenizer of {run.model}", "Correct it, or pass another --model."):
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = read_tokenizer(run.model, what_to_load(run))
     if run.goal.chats:
         say_once(with_chat_template(tokenizer, run.model))
     _give_pad_token(tokenizer, run.model)
+    return tokenizer
+
+
+def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder, tried on a word, or where `source` leads `from_pretrained` to.
+
+    Raises:
+        BadInputError: it cannot be loaded, or takes no word, as where a length is no number.
+    """
+    with reading(f"The tokenizer of {model}", "Correct it, or pass another model."):
+        source = source or {"pretrained_model_name_or_path": model, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        tokenizer.decode(tokenizer(A_WORD)["input_ids"])
     return tokenizer
 
 
@@ -267,7 +276,8 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     source = what_to_load(run, ASSETS / run.goal.tokenizer if run.weights == "random" else None)
     with reading(f"The processor of {run.model}", "Correct it, or pass another --model."):
         processor = AutoProcessor.from_pretrained(**source)
-    tokenizer = processor.tokenizer
+        tokenizer = processor.tokenizer
+        tokenizer.decode(tokenizer(A_WORD)["input_ids"])
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if tokenizer.chat_template is None:
         raise BadInputError(
@@ -359,20 +369,18 @@ def load_pretrained(
     """
     labels = {} if source else class_names(run)
     expected = LOADING_LOGGERS if run.goal.classifies else ()
-    try:
-        with silent(*expected), forked_random_numbers(*device_map.values()):
-            model, loading = kind.from_pretrained(
-                **what_to_load(run, source),
-                dtype=weight_dtype(run),
-                attn_implementation=ATTENTION[run.attention],
-                device_map=device_map,
-                output_loading_info=True,
-                ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
-                **labels,
-                **more,
-            )
-    except (OSError, SafetensorError, ValueError) as error:
-        raise _cannot_be_loaded("weights", run.model, error) from error
+    of_model = reading(f"The model {source or run.model}", "Correct its files, or pass another --model.", "loaded")
+    with of_model, silent(*expected), forked_random_numbers(*device_map.values()):
+        model, loading = kind.from_pretrained(
+            **what_to_load(run, source),
+            dtype=weight_dtype(run),
+            attn_implementation=ATTENTION[run.attention],
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
+            **labels,
+            **more,
+        )
     if labels:
         start_head(model, loading, run.seed)
     return model.eval()
@@ -403,10 +411,21 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
+    """Return the class of a run's model: with classification the library's classifier on its layers, else its own.
+
+    Raises:
+        BadInputError: its config.json names none that Transformers has.
+    """
     if run.goal.classifies:
         return getattr(transformers, run.goal.auto_class)._model_mapping[type(config)]
-    return getattr(transformers, config.architectures[0])
+    name = next(iter(config.architectures or ()), "")
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise BadInputError(
+            f"architectures in config.json of {run.model} begins with {name!r}, which is no model of Transformers. "
+            f"{PUBLISHED}"
+        )
+    return kind
 
 
 def checked_config(run: RunConfig) -> PretrainedConfig:
@@ -451,12 +470,10 @@ def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
         BadInputError: there is none, or Transformers does not know its kind.
     """
     path = find_config(model, revision)
-    try:
+    read_config(path, model)
+    with reading(f"{path.name} of {model}", PUBLISHED):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInputError(
-            f"Transformers cannot read {path.name} of {model} ({str(error).splitlines()[0]})."
-        ) from None
+        vars(config.get_text_config())  # of some kinds it stands in a part, which may be none
     config._attn_implementation = None  # a file may name a kernel of the Hub, which is code: each run names its own
     return config
 
@@ -464,9 +481,9 @@ def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
 def model_without_weights(run: RunConfig) -> PreTrainedModel:
     """Return the run's model on `meta`: names and shapes."""
     config = any_shape_config(run.model, run.model_revision)
-    with torch.device("meta"):
+    with reading(f"The model of config.json of {run.model}", PUBLISHED, "built"), torch.device("meta"):
         model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
-    model.tie_weights()
+        model.tie_weights()
     return model
 
 
@@ -498,13 +515,6 @@ def _random_model(
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
     return model.eval() if "" in device_map else dispatch_model(model.eval(), device_map)
-
-
-def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
-    return BadInputError(
-        f"The {part} of {model} cannot be loaded ({str(error).strip().splitlines()[0]}): correct them, or pass another "
-        "--model."
-    )
 
 
 @contextmanager

@@ -37,7 +37,8 @@ def language_part(model: PreTrainedModel) -> str:
     if not hasattr(model.config, "vision_config"):
         return ""
     decoder = model.get_decoder()
-    return next(f"{name}." for name, module in model.named_modules() if module is decoder)
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return f"{name}." if "." in name else ""  # else it has no part beside, whatever its config says
 
 
 def vision_modules(model: PreTrainedModel) -> list[str]:

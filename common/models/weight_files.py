@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
@@ -90,7 +90,8 @@ def check_weight_files(
         )
     if not stored:
         return
-    model, loading = _as_loaded(stored, kind, config)
+    with reading(f"The model of config.json of {run.model}", "Take it as published.", "built"):
+        model, loading = _as_loaded(stored, kind, config)
     needed = dict(model.named_parameters())
     lost = [name for name in sorted(loading["missing_keys"]) if name in needed and not _starts_anew(name, run, model)]
     if lost:
@@ -141,14 +142,10 @@ def _find(source: str | Path, name: str, revision: str) -> Path | None:
 
 def _places(index: Path) -> dict[str, str]:
     """Return the name of the file of each weight, as an index has them."""
-    try:
+    with reading(f"The index of weights {index}", AGAIN.capitalize()):
         content = json.loads(index.read_text())
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
         content["metadata"]  # which Transformers reads as well
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(
-            f"{index} is no index of weights ({type(error).__name__}: {str(error).splitlines()[0]}): {AGAIN}"
-        ) from None
     return places
 
 
@@ -163,9 +160,10 @@ def _header(file: Path) -> dict[str, WeightInFile]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        weights = {name: WeightInFile(file, tuple(each["shape"])) for name, each in header.items()}
+        shapes = {name: torch.empty(each["shape"], device="meta").shape for name, each in header.items()}
+        weights = {name: WeightInFile(file, tuple(shape)) for name, shape in shapes.items()}
         end = LENGTH_BYTES + length + max((each["data_offsets"][1] for each in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError):  # the last: of a shape
         start = "is empty" if not size else f"has {size:,} bytes, but starts with no header of safetensors"
         pointer = (
             ", as a pointer of Git LFS does (`git lfs pull` gets the file)"

@@ -4,12 +4,14 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 """
 
 import json
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.base.paths import REPOSITORY
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
@@ -25,7 +27,15 @@ POSITIVE_KEYS = {
     *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
     *("d_model", "encoder_layers", "encoder_ffn_dim", "encoder_attention_heads"),
     *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
+    *("image_size", "patch_size", "num_channels", "scale_factor"),
 }
+
+
+COUNTED = {re.compile(r"(^|_)layers?$|^depth$"): 1_000, re.compile(r"^num_labels$"): 10**6}
+"""Keys of which libraries make as many parts, and the most that any model has: a million layers, by a slip in its
+config.json, take minutes even without weights."""
+LARGEST_SIZE = 2**31 - 1
+PUBLISHED = "Take the config.json as published, or pass another --model."
 
 
 class UnknownArchitectureError(BadInputError):
@@ -304,11 +314,8 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{path.name} of {model} is not JSON ({error}): pass the config.json of a model.") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_config(path, model)
+    if "model_type" not in config:
         raise BadInputError(f"{path.name} of {model} has no key model_type: pass the config.json of a model.")
     refuse_quantized(model, config)
     kind = config["model_type"]
@@ -316,9 +323,13 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise UnknownArchitectureError(
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
-    for key, value in config.items():
-        if key in POSITIVE_KEYS and not (isinstance(value, int) and value > 0) and value is not None:
-            raise BadInputError(f"{key} in {path.name} of {model} is {value!r}, but must be a whole number above 0.")
+    for key, value in _values_in(config):
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
+        if key in POSITIVE_KEYS and value is not None and not is_whole:
+            raise BadInputError(
+                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
+                f"{LARGEST_SIZE:,}."
+            )
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
         name = model.rpartition("/")[2]
@@ -328,6 +339,36 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+
+
+def read_config(path: Path, model: str) -> dict[str, Any]:
+    """Return what the config.json of `model` holds, before any library makes something of it.
+
+    Raises:
+        BadInputError: It is no object of JSON, or has more layers or labels than any model.
+    """
+    with reading(f"{path.name} of {model}", PUBLISHED):
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    names = config.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in [config.get("model_type", ""), *names])):
+        raise BadInputError(
+            f"model_type in {path.name} of {model} must be a text, and architectures a list of such. {PUBLISHED}"
+        )
+    for key, value in _values_in(config):
+        most = next((count for keys, count in COUNTED.items() if keys.search(key)), math.inf)
+        if isinstance(value, int) and value > most:
+            raise BadInputError(
+                f"{key} in {path.name} of {model} is {value:,}, but can be {most:,} at most. {PUBLISHED}"
+            )
+    return config
+
+
+def _values_in(config: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield all values of a config with their names, those of its parts, such as a vision tower's, as well."""
+    parts = [config]
+    for part in parts:
+        parts += (value for value in part.values() if isinstance(value, dict))
+        yield from part.items()
 
 
 def refuse_quantized(model: str, config: dict[str, Any]) -> None:

@@ -155,9 +155,9 @@ def _each(files: Iterable[Path]) -> Iterable[Record]:
     return (record for _, record in records_in(files))
 
 
-def write_page() -> Path:
+def write_page(kept: Iterable[Record]) -> Path:
     """Write the page of the kept records, and return its path."""
-    _write(PAGE, _each(kept_files()))
+    _write(PAGE, kept)
     return PAGE.relative_to(REPOSITORY)
 
 

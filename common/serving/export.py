@@ -18,15 +18,15 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from peft.utils import CONFIG_NAME
-from transformers import AutoTokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.data.answer_ends import save_stops
+from common.data.answer_ends import save_stops, saved_stops
 from common.data.rows import shown
+from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
 from common.serving.ollama_file import MODELFILE, export_ollama
@@ -46,11 +46,10 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     """
     check_holds(tuned, tuned.whole_model, "config.json")
     check_new(output)
-    card = card_of(tuned)
+    card, tokenizer = card_of(tuned), read_tokenizer(tuned.whole_model)
+    saved_stops(tuned.whole_model, tokenizer)  # refused before anything is written
     shutil.copytree(tuned.whole_model, output)
-    save_stops(
-        output, AutoTokenizer.from_pretrained(output, trust_remote_code=False)
-    )  # runs of an older version did not
+    save_stops(output, tokenizer)  # runs of an older version did not
     card.save(output / CARD_NAME)
     return output
 
@@ -75,9 +74,10 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
         check_holds(tuned, adapter, name)
     check_adapter(adapter)
     check_new(output)
-    card = card_of(tuned, is_adapter=True)
+    card, tokenizer = card_of(tuned, is_adapter=True), read_tokenizer(adapter)
+    saved_stops(adapter, tokenizer)  # as above
     shutil.copytree(adapter, output)
-    save_stops(output, AutoTokenizer.from_pretrained(output, trust_remote_code=False))
+    save_stops(output, tokenizer)
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

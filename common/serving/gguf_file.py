@@ -15,17 +15,16 @@ from uuid import uuid4
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, reading
 from common.data.answer_ends import Stops, saved_stops
 from common.data.templates import begins_by_itself
+from common.models.loading import any_shape_config, read_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -69,7 +68,7 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
         BadInputError: as `write_gguf`.
     """
     written = write_gguf(folder, file, weight_type)
-    for text in saved_stops(folder, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).texts:
+    for text in saved_stops(folder, read_tokenizer(folder)).texts:
         print(
             f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
         )
@@ -90,15 +89,15 @@ def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
         raise BadInputError(f"{file} exists already: name another --output.")
     from gguf import GGUFWriter  # here: an extra
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    config, tokenizer = any_shape_config(str(folder)), read_tokenizer(folder)
     family, pre_tokenizer = check_family(config), check_tokenizer(tokenizer)
     unfinished = file.with_name(f".{file.name}.{uuid4().hex}")
     writer = GGUFWriter(unfinished, family.architecture, use_temp_file=True)  # else it holds all weights until the end
     add_shape(writer, config, weight_type)
     add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size, saved_stops(folder, tokenizer))
     how = {"dtype": "auto", "attn_implementation": "eager", "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(folder, **how)
+    with reading(f"The model {folder}", "Repeat the run.", "loaded"):
+        model = AutoModelForCausalLM.from_pretrained(folder, **how)
     add_weights(writer, model, family, weight_type)
     file.parent.mkdir(parents=True, exist_ok=True)  # now that nothing is refused any more
     try:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError, reading
-from common.data.answer_ends import check_named_templates, saved_stops
+from common.data.answer_ends import check_named_templates, in_time, saved_stops
 from common.data.templates import begins_by_itself
+from common.models.loading import read_tokenizer
 from common.serving.gguf_file import write_gguf
 
 Message = dict[str, str]
@@ -93,7 +94,7 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     Raises:
         BadInputError: the chat template does what no template of Ollama can, or see `write_gguf`.
     """
-    tokenizer, name = AutoTokenizer.from_pretrained(model, trust_remote_code=False), f"model-{weight_type}.gguf"
+    tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     affixes = affixes_of(tokenizer)
     stops = saved_stops(model, tokenizer)
     stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])
@@ -141,7 +142,8 @@ def text_of(messages: list[Message], tokenizer: PreTrainedTokenizerBase, answer_
         BadInputError: the template does not take these turns, or leaves out the begin token.
     """
     roles = ", ".join(message["role"] for message in messages)
-    with reading(f"A conversation of {roles}, as the chat template writes it,", f"{INSTEAD.capitalize()}."):
+    what = f"A conversation of {roles}, as the chat template of {tokenizer.name_or_path} writes it,"
+    with in_time(what), reading(what, f"{INSTEAD.capitalize()}."):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer_follows)
     if not begins_by_itself(tokenizer):
         return text

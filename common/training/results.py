@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import NO_ROW, Tokens
-from common.hardware.devices import Gpu
+from common.hardware.devices import CPU_DEVICE, Gpu
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
@@ -118,9 +118,7 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
         "saves": trainer.saves.for_record(),
-        **speed_figures(
-            trainer, run, tokens / (train_time_s - reporting_s), log.gpu() if run.device == "cuda" else None
-        ),
+        **speed_figures(trainer, run, tokens / (train_time_s - reporting_s), log.gpu()),
         **trainer.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
@@ -180,5 +178,5 @@ def model_flops_utilization(flops_per_s: float, gpu: Gpu | None, number_format: 
 
     None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
     """
-    peak_tflops = gpu.tflops_dense[number_format] if gpu else None
+    peak_tflops = gpu.tflops_dense[number_format] if gpu and gpu.name != CPU_DEVICE else None
     return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

@@ -132,7 +132,7 @@ def test_what_cannot_be_an_id_is_none(model: str) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "sentence"),
     [
-        ("{", BadInputError, "is not JSON"),
+        ("{", BadInputError, "cannot be read"),
         ("[]", BadInputError, "has no key model_type"),
         ('{"model_type": "llama", "hidden_size": 8}', BadInputError, "lacks the key 'num_attention_heads'"),
         (

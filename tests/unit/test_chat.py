@@ -16,7 +16,7 @@ from common.base.run_config import RunConfig
 from common.data.templates import prompt_ids
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
-from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
+from common.records.store import RECORD_NAME, kept_files, settings_anywhere
 from common.serving import chat
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 from common.tasks.answers import generate_answers
@@ -29,8 +29,9 @@ ROW = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant",
 
 def write_record(folder: Path, run: RunConfig, **changes: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"schema_version": SCHEMA_VERSION, "status": "completed", "config": settings_anywhere(run),
-              "command": "python x", **changes}  # fmt: skip
+    of_task = "3.1_" if run.goal.classifies else "3.4_" if run.goal.compares else "2.1_"
+    whole = json.loads(next(file for file in kept_files() if of_task in str(file)).read_text())
+    record = {**whole, "config": settings_anywhere(run), "command": "python x", "model_commit": None, **changes}
     (folder / RECORD_NAME).write_text(json.dumps(record))
     return folder
 
@@ -149,7 +150,7 @@ def test_an_adapter_of_another_base_is_refused(with_adapter: Path, tmp_path: Pat
     other = make_tiny("llama", tmp_path / "other")
     (with_adapter / "merged").mkdir()
     (with_adapter / "merged" / "config.json").write_text('{"hidden_size": 128, "num_hidden_layers": 4}')
-    refusal = r"one does not fit .*other \(hidden size 64, .*embedded_base \(hidden size 128, 4 layers\).*--base"
+    refusal = r"one cannot be put on .*other \(hidden size 64, .*embedded_base \(hidden size 128, 4 layers\).*--base"
     with pytest.raises(BadInputError, match=refusal):
         load_models(find_run(str(with_adapter), base=other))
 

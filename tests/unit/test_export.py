@@ -19,7 +19,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import EMBEDDED_BASE
-from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
+from common.records.store import RECORD_NAME, kept_files, settings_anywhere
 from common.serving import cards, export
 from common.serving.tuned_runs import TunedRun, find_run
 
@@ -37,13 +37,15 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("merged", "adapter"):
         tokenizer.save_pretrained(folder / part)
     scores = {"similarity_score": 0.5, "similarity_score_minilm": None, "facts_said_share": 0.125, "questions": 8}
+    whole = json.loads(next(file for file in kept_files() if "2.1_" in str(file)).read_text())
     record = {
-        "schema_version": SCHEMA_VERSION, "status": "completed", "technique": "lora", "parallel": "single",
-        "run_name": "one", "launcher": "python", "started_at": "2026-11-01T00:00:00+00:00", "phases_s": {},
-        "environment": {"packages": {}, "devices": ["CPU"], "threads_per_rank": 1, "commit": None},
+        **whole, "technique": "lora", "parallel": "single",
+        "run_name": "one", "launcher": "python", "model_commit": None,
         "config": settings_anywhere(RunConfig(data=str(rows), learning_rate=0.25)), "run_folder": "2.1/run_0",
-        "command": f"python my_workflow.py --data {rows}", "data": {"training_rows": 60, "training_tokens": 1234},
-        "quality": {"before": scores, "after": {**scores, "facts_said_share": 0.75}},
+        "command": f"python my_workflow.py --data {rows}",
+        "data": {**whole["data"], "training_rows": 60, "training_tokens": 1234},
+        "quality": {"before": whole["quality"]["before"] | scores,
+                    "after": whole["quality"]["after"] | scores | {"facts_said_share": 0.75}},
     }  # fmt: skip
     (folder / RECORD_NAME).write_text(json.dumps(record))
     return folder

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from common.base.command_line import shortened
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, shortened
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import planner_command, preflight

@@ -163,7 +163,7 @@ def test_what_is_no_safetensors_file_is_refused(divided: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": {}}', '{"metadata": {}, "weight_map": []}'])
 def test_what_is_no_index_is_refused(divided: Path, text: str) -> None:
     (divided / INDEX).write_text(text)
-    assert "is no index of weights (" in refused(divided)
+    assert "model.safetensors.index.json cannot be read (" in refused(divided)
 
 
 def test_an_index_that_contradicts_its_files_is_refused(divided: Path) -> None:
