@@ -7,7 +7,6 @@ where they are from). A point has one or several figures: allocated by PyTorch, 
 
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu, find_gpu
-from common.planning.architectures import Architecture, read_architecture
+from common.planning.architectures import LARGEST_SIZE, Architecture, read_architecture
 from common.planning.gpu_overhead import memory_with_overhead, outside_gib
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory
@@ -151,7 +150,7 @@ def architectures_of(models: dict[str, dict[str, Any]]) -> dict[str, Architectur
         for model, shape in models.items():
             path = Path(folder) / f"{model.rpartition('/')[2]}.json"
             # how long its rows may be was not published, and takes no memory
-            path.write_text(json.dumps({**shape, "max_position_embeddings": sys.maxsize}), encoding="utf-8")
+            path.write_text(json.dumps({**shape, "max_position_embeddings": LARGEST_SIZE}), encoding="utf-8")
             found[model] = read_architecture(str(path))
     return found
 
