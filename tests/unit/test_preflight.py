@@ -243,7 +243,7 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
     [
         (["no/such/folder"], "no/such/folder is no run folder"),
         ([SINGLE, "--batch_size", "0"], "per_device_train_batch_size is 0"),
-        ([SINGLE, "--data", "no/such/data"], "The data no/such/data do not exist"),
+        ([SINGLE, "--data", "no/such/data"], "no/such/data"),
         ([SINGLE, "--model", "nobody/no-such-model"], "There is no shape of nobody/no-such-model"),
         ([SINGLE, "--max_length", "4"], "no token to learn within its first 4 tokens"),
         ([SINGLE, "--seq-len", "1"], "--seq-len is 1, but must be at least 2"),
