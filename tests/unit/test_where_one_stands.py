@@ -22,7 +22,7 @@ from common.checks.run_command import run_command
 from common.data.row_checks import say_once
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
-from common.repeat import records_in
+from common.repeat import records_below
 from common.reporting.compare import found_runs
 from tests.pace import patient
 
@@ -97,7 +97,7 @@ def test_what_is_offered_in_place_of_a_wrong_folder_is_taken(stands: Path, given
     offered = said.partition("did you mean ")[2].partition("?")[0]
     assert launched(offered)[0].run_folder == offered == FOLDER
     assert literal_of(Path(offered)).run_folder == FOLDER
-    assert records_in([FOLDER]).keys() == records_in([str(REPOSITORY / FOLDER)]).keys()
+    assert records_below([FOLDER]).keys() == records_below([str(REPOSITORY / FOLDER)]).keys()
 
 
 def test_what_a_check_says_is_left_to_the_ranks_unless_it_refuses(
