@@ -35,6 +35,8 @@ PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
 SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
 """The names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints."""
 LARGEST = 2**31 - 1  # what the libraries below count with
+OF_FILES = ("model", "data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
+LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
 Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
@@ -113,6 +115,10 @@ class RunConfig(
                 )
             elif expected is str and "\0" in value:
                 raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
+            elif each.name in OF_FILES and "://" not in value and _longest_name(value) > LONGEST_NAME:
+                raise BadInputError(
+                    f"{each.name} is {value[:40]}..., but a file's name has at most {LONGEST_NAME} bytes: correct it."
+                )
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -249,6 +255,11 @@ class RunConfig(
 
 
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
+
+
+def _longest_name(path: str) -> int:
+    """Return the bytes of the longest name in a path."""
+    return max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
 
 
 class _Unchecked(RunConfig):
