@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -72,7 +72,7 @@ def test_what_is_typed_is_text() -> None:
     tokenizer, asked = load_tokenizer(RunConfig()), []
 
     class Model(torch.nn.Module):
-        device, generation_config = torch.device("cpu"), GenerationConfig()
+        device, config, generation_config = torch.device("cpu"), PretrainedConfig(), GenerationConfig()
 
         def generate(self, input_ids: torch.Tensor, **_: object) -> torch.Tensor:
             asked.append(input_ids[0].tolist())
