@@ -327,9 +327,13 @@ def metrics_of(record: Record) -> tuple[Metric, ...]:
 
 
 def kind_name(technique: str, parallel: str) -> str:
-    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
-    how = PARALLELISMS[parallel]
-    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
+    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`.
+
+    What another program has registered is called as it is in the record.
+    """
+    how = PARALLELISMS.get(parallel)
+    title = TECHNIQUES[technique].title if technique in TECHNIQUES else technique
+    return title + ("" if how and how.is_single else f" with {how.label if how else parallel}")
 
 
 def approach(record: Record) -> str:

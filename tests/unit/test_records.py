@@ -14,6 +14,7 @@ import pytest
 from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
+from common.base.specs import is_registered
 from common.records import store
 from common.records.schema import wrong_in
 from common.records.store import (
@@ -179,7 +180,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
     if is_comparable(record):
         assert "<" not in page.page_of([record])[0].partition('type="application/json">')[2].partition("<")[0]
         page_runs.divided(record)
-    if task_of(record) == "chat":
+    if task_of(record) == "chat" and is_registered(record):
         on_screen(side_by_side(runs))
     comparison = Comparison(runs, labels_of(runs))
     for said in (text_of, json_of):
