@@ -141,7 +141,7 @@ def test_results_that_cannot_be_written_or_are_a_link_are_refused(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a\0b", "a" * 300, "a/b", ".hidden", "-x", "a b", "..", "a\n"])
 def test_a_run_name_that_leads_elsewhere_is_refused(name: str, outcomes: object) -> None:
-    with pytest.raises(BadInputError, match="cannot name a folder|zero byte"):
+    with pytest.raises(BadInputError, match=r"cannot name a folder|zero byte"):
         replace(RUN, run_name=name)
     outcomes.keep(33, "all", "refused; nothing is written")
 

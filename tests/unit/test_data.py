@@ -67,7 +67,7 @@ def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
         ("memory://nowhere", "memory://nowhere/train.jsonl does not exist"),
         ("nosuch://museum", "cannot be read"),
         ("nobody/no-such-data", "nor a dataset on the Hub"),
-        ("./no-such-folder", "There are no data ./no-such-folder here or in the repository: pass --data with a folder that holds"),
+        ("./no-such-folder", "There are no data ./no-such-folder here or in the repository: pass --data with a folder"),
         ("no/such/folder", "There are no data no/such/folder"),
     ],
 )
