@@ -86,7 +86,7 @@ soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, every family and noteb
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=1000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/recipes/test_families.py tests/recipes/test_equivalence.py
-	@$(BIN)/python -m pytest -q -m soak tests/notebooks
+	@$(BIN)/python -m pytest -q -m soak tests/notebooks tests/unit/test_bad_settings.py
 	@$(BIN)/python -m common.report --write
 
 browser: ## Chromium and its driver, for the tests of the results page (Debian and Ubuntu, as root)

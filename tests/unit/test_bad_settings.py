@@ -37,6 +37,8 @@ BASES = {
     "preferences": {"task": "preferences", "data": "assets/preferences", "max_length": 128, "lora_dropout": 0.0},
 }  # fmt: skip
 """Runs of each kind; a setting is changed at a time."""
+MUCH_LIKE_LORA = ("qlora", "full", "fsdp")
+"""Whose settings the same code checks: `make soak` alone tries them, too."""
 WHOLE = (-(10**30), -2, -1, 0, 1, 2, 3, 7, 2**16 + 1, 2**31, 10**30)
 SHARES = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-300, 1e-9, 0.5, 1.0, 2.5, 1e4, 1e9, 1e300)
 WORDS = (
@@ -137,7 +139,9 @@ def test_no_setting_of_any_kind_ends_in_a_traceback(base: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "base", [pytest.param(base, marks=pytest.mark.soak) if base in MUCH_LIKE_LORA else base for base in BASES]
+)
 def test_what_passes_the_check_can_be_built(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.models.loading.HUB_TIMEOUT_S", 1)
     run = RunConfig(independent_judge="none", report_to="none", results_root=str(tmp_path)).changed_to(**BASES[base])

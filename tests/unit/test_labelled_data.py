@@ -186,7 +186,8 @@ BROKEN = json.dumps(GOOD[0])[:-1]
             LABELS,
             "train.csv",
             'text,label\na,x\n"b,x\nc,x\n',
-            "{path}, row 2 is no CSV (unexpected end of data): correct its quotes, or pass the rows as .jsonl.",
+            "{path}, row 2 is no CSV (unexpected end of data): correct its quotes, with nothing between a "
+            "closing one and the separator, or pass the rows as .jsonl.",
         ),
         (
             LABELS,
