@@ -140,7 +140,7 @@ def on_this_machine(path: Path) -> dict[str, object]:
     """Settings that put a copy for a GPU on CPU devices, with the model of the first folder in place of its own."""
     (source,) = (each for each in SOURCES if (each.parts[-3], each.name) == (path.parts[-3], path.name))
     here = literal_of(source.parent)
-    asked = {name: getattr(here, name) for name in ("device", "gpu", "model", "precision", "devices")}
+    asked = {name: getattr(here, name) for name in ("device", "gpu", "model", "max_length", "precision", "devices")}
     asked |= {"validation_rows": 9, "per_device_train_batch_size": 8}
     if "mp" in path.stem.split("_"):
         asked["stages"] = 2
