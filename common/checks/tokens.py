@@ -17,6 +17,8 @@ from common.models.loading import any_shape_config, longest_readable
 
 USED = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
 """Tokens that a tokenizer writes, whatever the texts have; others, such as those kept for later use, it may not."""
+UNKNOWN = "\U0010ffff"
+"""A character that no vocabulary has."""
 TEMPLATE_TOKENS = 1_000
 """More than a chat template writes around a row's texts."""
 PICTURED_ROWS = 128
@@ -44,6 +46,8 @@ def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase)
     """
     count = any_shape_config(run.model, run.model_revision).get_text_config().vocab_size
     added, roles = tokenizer.added_tokens_decoder, {getattr(tokenizer, role): role for role in USED}
+    if tokenizer.unk_token_id not in tokenizer(UNKNOWN)["input_ids"]:
+        roles.pop(tokenizer.unk_token, None)  # texts are written in bytes, and nothing is unknown
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= count}
     for token, number in beyond.items():
         role = roles.get(token) or ("part of its vocabulary" if number not in added else "")
