@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from common.base.run_config import RANGES, RUN_NAME_PATTERN, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import DEFAULTS, RANGES, RUN_NAME_PATTERN, RunConfig, idle_settings
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 
 MOST = 10**18
@@ -280,6 +281,11 @@ def wrong_in(record: object) -> str:
         if first["type"] == "missing":
             return f"{place} is missing" + _more(others)
         return f"{place} is {repr(first['input'])[:60]} ({first['msg'].removeprefix('Value error, ')})" + _more(others)
+    try:
+        if is_registered(record):
+            idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
+    except BadInputError as error:
+        return str(error)
     return ""
 
 
