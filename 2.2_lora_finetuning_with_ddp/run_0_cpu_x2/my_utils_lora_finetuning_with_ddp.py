@@ -1,9 +1,12 @@
-"""What only DDP needs: each rank's device map."""
+"""What only DDP needs: the speed-up that this machine allows, to compare the measured one with."""
 
-from common.planning.device_maps import whole_model_on
-from common.runtime.world import Rank
+from common.training.ceiling import measure_machine_ceiling
+from common.training.loop import TrainingLoop
 
 
-def device_map(rank: Rank) -> dict[str, str]:
-    """Place every layer on the rank's own device: rank 1 of two GPUs gets `{"": "cuda:1"}`."""
-    return whole_model_on(rank.device)
+def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
+    """Measure the highest possible speed-up; on CPU only, as one GPU may not hold the global batch."""
+    if loop.run.device == "cuda":
+        return None
+    with loop.log.phase("machine ceiling"):
+        return measure_machine_ceiling(loop)

@@ -88,10 +88,6 @@ PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
 SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
 SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
-TRAINER = OnlyFor("the Trainer", lambda run: run.loop == "trainer")
-BATCHES_READ_AHEAD = OnlyFor(
-    "single, ddp and mp with the Trainer", lambda run: run.loop == "trainer" and not run.parallelism.strategy
-)
 WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
 
 Limit = Range | OnlyFor
@@ -257,7 +253,6 @@ class DataSettings:
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
         within=HELD_0,
-        only_for=BATCHES_READ_AHEAD,
     )
     partitions: int = setting(
         0,
@@ -520,7 +515,6 @@ class EvaluationSettings:
         0,
         "Validations in a row without a better model after which training ends; 0 = never.",
         within=AT_LEAST_0,
-        only_for=TRAINER,
     )
     per_device_eval_batch_size: int = setting(
         0,

@@ -64,8 +64,8 @@ class Parallelism:
         takes_4_bits: A base in 4 bits can be trained with it.
         suggested_for: Techniques for which the planner ranks it unasked, where there are several devices.
         resumes_on_other_ranks: A checkpoint can be resumed on another number of ranks.
-        strategy: Its class of `common.training.strategy.Strategy`, as `module:name`; empty = `WholeModel`: the
-            Trainer's steps.
+        part: What a rank holds of the model, a class of `common.training.part`, as `module:name`; empty: it is
+            planned alone.
         why_not_reentrant: Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does.
     """
 
@@ -82,7 +82,7 @@ class Parallelism:
     takes_4_bits: bool = True
     suggested_for: tuple[str, ...] = ("full", "lora", "qlora")
     resumes_on_other_ranks: bool = False
-    strategy: str = ""
+    part: str = "common.training.part:Part"
     why_not_reentrant: str = ""
 
     @property
@@ -174,8 +174,6 @@ class Task:
         rows_are: What its rows are, for the message that refuses them in other tasks.
         told_by: Sets of columns: a table that has all columns of one set holds such rows.
         loss_per: What the loss is a mean over.
-        trainer: A subclass of `common.training.trainer.AuditedTrainer`, as `module:name`.
-        strategy: A subclass of `common.training.strategy.Strategy`, for parallelisms that name none.
         memory: A subclass of `common.planning.memory_plan.DeviceSums`: the closed form of a step's memory.
         reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
             runs stand in the tables that all chats share.
@@ -202,8 +200,6 @@ class Task:
     rows_are: str = ""
     told_by: tuple[tuple[str, ...], ...] = ()
     loss_per: str = "answer token"
-    trainer: str = "common.training.trainer:AuditedTrainer"
-    strategy: str = "common.training.strategy:WholeModel"
     memory: str = "common.planning.memory_plan:DeviceSums"
     reporting: str = ""
     named_by: tuple[str, ...] = ("sharing", "batch")
@@ -301,7 +297,7 @@ PARALLELISMS = {
             sharded_by=FSDP,
             resumes_on_other_ranks=True,
             why_not_reentrant="FSDP's hooks would gather for it in the wrong order",
-            strategy="common.training.fsdp:Fsdp",
+            part="common.training.fsdp:Shards",
         ),
         Parallelism(
             "zero1",
@@ -313,7 +309,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # it would divide next to nothing of an adapter
-            strategy="common.training.zero:Zero",
+            part="common.training.zero:ZeroPart",
         ),
         Parallelism(
             "zero2",
@@ -325,7 +321,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # as stage 1
-            strategy="common.training.zero:Zero",
+            part="common.training.zero:ZeroPart",
         ),
         Parallelism(
             "zero3",
@@ -337,7 +333,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full", "lora"),
-            strategy="common.training.zero:Zero",
+            part="common.training.zero:ZeroPart",
         ),
         Parallelism(
             "pp",
@@ -347,7 +343,7 @@ PARALLELISMS = {
             splits_layers=True,
             pipelines=True,
             why_not_reentrant="the first stage's input needs no gradient, and would cut its layers off",
-            strategy="common.training.pipeline_parallel:PipelineParallel",
+            part="common.training.pipeline_parallel:Stage",
         ),
         Parallelism(
             "tp",
@@ -356,7 +352,7 @@ PARALLELISMS = {
             splits_matrices=True,
             takes_4_bits=False,
             suggested_for=(),  # but for classifiers
-            strategy="common.training.tensor_parallel:TensorParallel",
+            part="common.training.tensor_parallel:Columns",
         ),
         Parallelism(
             "mp",
@@ -411,7 +407,6 @@ TASKS = {
             limited=("max_length", "max_target_length", "max_new_tokens"),
             tokenizer="embedded_summarizer",
             objective="common.tasks.summarization:SUMMARIES",
-            trainer="common.training.trainer:SummaryTrainer",
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
             rows_are="texts with summaries",
@@ -445,8 +440,6 @@ TASKS = {
             peft_type="CAUSAL_LM",
             objective="common.tasks.preferences:PAIRS",
             rows="common.data.pairs:row_kind",
-            trainer="common.training.preferences:PreferenceTrainer",
-            strategy="common.training.preferences:PairedModel",
             memory="common.planning.pair_terms:PairSums",
             folder_for_one="3.4_preference_tuning",
             rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "

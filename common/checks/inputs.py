@@ -36,12 +36,12 @@ from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
-from common.training.checkpoints import check_checkpoint, digests_of
 from common.training.compiled_layers import check_compiler
 from common.training.optimizers import check_optimizer, check_schedule, check_schedule_name
+from common.training.part import part_class
 from common.training.placement import check_placement_and_memory
+from common.training.resuming import check_checkpoint, digests_of
 from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
-from common.training.strategy import strategy_class
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
@@ -160,13 +160,12 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    parallelism = run.parallelism
-    if not parallelism.strategy and (parallelism.shards or parallelism.splits_matrices or parallelism.pipelines):
+    if not run.parallelism.part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
-            "names no strategy; pass another --parallel."
+            "names no part; pass another --parallel."
         )
-    strategy_class(run).check(run)
+    part_class(run).check(run)
 
 
 def check_results_folder(run: RunConfig) -> None:

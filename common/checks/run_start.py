@@ -19,7 +19,7 @@ from common.runtime.machines import Member, check_members_agree, member_of
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.training.checkpoints import digests_of
+from common.training.resuming import digests_of
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
@@ -144,7 +144,7 @@ class EpochBatches(Sampler[list[int]]):
         self.lengths, self.batch_size, self.accumulation_steps = lengths, batch_size, accumulation_steps
         self.world_size, self.rank, self.seed, self.sorted_steps = world_size, rank, seed, sorted_steps
         self.max_tokens = max_tokens
-        self.epoch, self._listed_epoch = 0, -1
+        self.epoch = 0
         self._draw_from([list(range(len(lengths)))], batch_size * world_size)
 
     def _draw_from(self, parts: list[list[int]], rows_at_once: int) -> None:
@@ -172,12 +172,6 @@ class EpochBatches(Sampler[list[int]]):
                 yield [row for window in windows for row in window[number * size : (number + 1) * size]]
         if in_full_steps < max(map(len, orders)):
             yield [row for order in orders for row in self._longest_first(order[in_full_steps:])]
-
-    def rows_of_step(self, step: int) -> list[int]:
-        """Return the rows of all ranks in optimizer step number `step` of the run, from 0, which is of this epoch."""
-        if self._listed_epoch != self.epoch:
-            self._listed_steps, self._listed_epoch = list(self.steps()), self.epoch
-        return self._listed_steps[step % len(self._listed_steps)]
 
     def _longest_first(self, rows: list[int]) -> list[int]:
         return sorted(rows, key=lambda row: -self.lengths[row])  # stable: rows of one length stay in random order
@@ -254,9 +248,20 @@ class PartitionedBatches(EpochBatches):
         return [row for row in rows if self.part_of[row] % self.world_size == rank] or [NO_ROW]
 
 
-class EpochLoader(DataLoader):
-    """A DataLoader that hands the epoch on to its batch sampler, as the Trainer tells it."""
+class RepeatedBatch(EpochBatches):
+    """The same batch again and again: all rows at once, in order, on every rank; an epoch has one step."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next iteration uses."""
-        self.batch_sampler.set_epoch(epoch)
+    def steps(self) -> Iterator[list[int]]:
+        """Yield the rows of the step."""
+        yield list(range(len(self.lengths)))
+
+    def micro_batches(self, step: list[int]) -> list[list[int]]:
+        """Return the rows, once for each accumulation step."""
+        return [step] * self.accumulation_steps
+
+    def share(self, rows: list[int], rank: int) -> list[int]:
+        """Return all rows."""
+        return rows
+
+    def __len__(self) -> int:
+        return self.accumulation_steps

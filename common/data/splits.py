@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.data.batches import longest_first
 from common.data.control_tokens import check_control_tokens
 from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
 from common.data.folders import files_of_splits, names_below
@@ -287,6 +288,20 @@ def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunC
         BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
     """
     return row_kind(run).tokenize(rows, tokenizer, run)
+
+
+def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Splits:
+    """Return training and validation rows as tokens; those that are tokens already stay as they are.
+
+    Rows that are validated without answers come longest first, so that their batches have little padding.
+
+    Raises:
+        BadInputError: see `tokens_of`.
+    """
+    if "input_ids" in splits.train[0]:
+        return splits
+    train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
+    return replace(splits, train=train, validation=validation if run.goal.converses else longest_first(validation))
 
 
 def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:

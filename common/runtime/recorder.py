@@ -4,7 +4,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice, repeat
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 from common.base.errors import (
     AskedToEndError,
@@ -71,8 +72,12 @@ class RunRecorder:
         data: Rows and tokens that were read, once they are counted.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
         command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
-        step: How many optimizer steps were taken, once there is a trainer.
+        step: How many optimizer steps were taken, once training has begun.
+        keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
+        callbacks: Of Transformers' kind, which are told of the training beside its own.
     """
+
+    keeps = True
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Take the results folder; where the run resumes, with what the last start left there."""
@@ -98,6 +103,7 @@ class RunRecorder:
         self.row_digests: dict[str, str] = {}
         self.data: dict[str, int] | None = None
         self.step: Callable[[], int] | None = None
+        self.callbacks: list[TrainerCallback] = []
         if run.nodes > 1 and rank.is_main:
             disks = "one disk, which all machines share" if len(self.results.hosts) == 1 else "each machine's own disk"
             print(f"results and checkpoints are on {disks}")
@@ -230,6 +236,26 @@ class RunRecorder:
             "data": self.data,
             **figures,
         }
+
+
+class Trial:
+    """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept."""
+
+    keeps = writes = False
+    run_name = "trial"
+
+    def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
+        """Try `run` on this rank; `folder` is for what a library must write."""
+        self.run, self.rank, self.folder, self.callbacks = run, rank, folder, list(callbacks)
+        self.memory = PeakMemory(rank)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that times and says nothing."""
+        return nullcontext()
+
+    def gpu(self) -> devices.Gpu | None:
+        """Return nothing to plan with."""
+        return None
 
 
 PHASE_OF = {

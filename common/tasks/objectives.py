@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from common.base.run_config import RunConfig
 from common.data.batches import Collate
-from common.data.rows import IGNORED_LABEL
+from common.data.rows import IGNORED_LABEL, Tokens, labels_in
 
 VALIDATION_LOSS = "eval_mean_loss"
 """The validation loss by its name in the Trainer's logs: a mean over all validation rows' answer tokens, or over what
@@ -27,14 +28,17 @@ class Objective:
 
     Attributes:
         collator: From tokenizer, model, and the run's settings.
-        results: From logits and what each is to predict (or from what the task's own strategy gives it), what each row
+        results: From logits and what each is to predict, what each row
             counts for: shape (rows, k); the sums make the metrics.
         metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
         loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
             labels of the whole step.
         needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
             needed.
-        prepare: For dry runs, what the task's own trainer does to a model before that is wrapped.
+        labels_in: How many labels of a row are to be predicted.
+        pair_loss, pair_results: Where a row's loss compares two answers: the sum of a batch's losses, and what each row
+            counts for, from the run, the model, what is called in training, and a batch.
+        prepare: What is done to a model before it trains.
         fake_loss: For dry runs, where the loss is no loss of labels: from the run, the model that is trained, and that
             model as it is called (say in DDP), a loss of `inputs` whose tensors have no numbers to be read.
         like_gpu: For dry runs, what has that loss work as on a GPU, where so many of the last positions have labels.
@@ -46,7 +50,10 @@ class Objective:
     best_metric: str
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
+    labels_in: Callable[[Tokens], int] = labels_in
     needs_losses_alone: bool = False
+    pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
+    pair_results: Callable[[RunConfig, Any, dict[str, Any]], torch.Tensor] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
     fake_loss: Callable[[RunConfig, PreTrainedModel, torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] | None = (
         None

@@ -29,6 +29,7 @@ from common.base.run_config import RunConfig
 from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
 from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, tokens_in
+from common.data.stored_rows import stored
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
@@ -39,8 +40,7 @@ MARGIN = "eval_margin"
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 """TRL's names of a row's reference log-probabilities, where they were computed before training."""
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
-IN_TRAINING = ("log_probs", "entropy", "mean_logits", "is_top1")
-"""What TRL's trainer asks its head for."""
+MODEL_INPUTS = ("input_ids", "attention_mask", "completion_mask")
 TRL_COLUMNS = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an error where TRL has renamed it
 Pair = tuple[float, float]
 """Log-probabilities or rewards of the chosen and the rejected answer."""
@@ -91,11 +91,56 @@ def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor
     return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
 
 
+@torch.no_grad()
+def with_reference(
+    rows: Sequence[Tokens], model: PreTrainedModel, collate: PairCollator, log: RunRecorder, which: str
+) -> Sequence[Tokens]:
+    """Return the rows with the log-probabilities that `model`, not trained yet, gives to both answers of each.
+
+    Every rank takes its share. `which`: of the splits, for the line that says how far it is.
+    """
+    prepare_for_pairs(model.eval())
+
+    def found(numbers: list[int]) -> Iterable[Pair]:
+        batch = collate([rows[number] for number in numbers])
+        inputs = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
+        return zip(*(each.tolist() for each in answer_log_probs(model, inputs)), strict=True)
+
+    pairs = predict_rows(log, list(map(tokens_in, rows)), f"pairs of {which}", "before", found, model)
+    return stored({**row, **dict(zip(REFERENCES, pair, strict=True))} for row, pair in zip(rows, pairs, strict=True))
+
+
 def pair_results(now: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], beta: float) -> torch.Tensor:
     """Return loss, 1, whether the chosen answer won, and the margin of each pair, shape (pairs, 4)."""
     chosen, rejected = (beta * (own - before) for own, before in zip(now, reference, strict=True))
     margin = chosen - rejected
     return torch.stack([-logsigmoid(margin), torch.ones_like(margin), (margin > 0).float(), margin], dim=1)
+
+
+def dpo_loss(
+    run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
+) -> torch.Tensor:
+    """Return the sum of the losses of a batch's pairs, as `module`, which is `model` in training, finds them.
+
+    Rows that the batch was filled up with come last, and have none.
+    """
+    return _compared(run, model, module, batch)[: batch["pairs"], 0].sum()
+
+
+def dpo_results(run: RunConfig, model: PreTrainedModel | PeftModel, batch: dict[str, Any]) -> torch.Tensor:
+    """Return what `pair_results` does of a batch, by `model` as it is."""
+    return _compared(run, model, model, batch)
+
+
+def _compared(
+    run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
+) -> torch.Tensor:
+    now = answer_log_probs(module, batch)
+    if REFERENCES[0] in batch:  # found before training
+        return pair_results(now, [batch[name] for name in REFERENCES], run.beta)
+    with torch.no_grad(), model.disable_adapter():
+        reference = answer_log_probs(model, batch)
+    return pair_results(now, reference, run.beta)
 
 
 def pair_metrics(sums: torch.Tensor) -> dict[str, float]:
@@ -119,13 +164,10 @@ def fake_pair_loss(
     return pair_results(now, reference, run.beta)[:, 0].mean()
 
 
-def prepare_for_pairs(model: PreTrainedModel) -> None:
-    """Do to a model what TRL's trainer does when it begins: switch dropout off, and give the model its head.
-
-    Later the Trainer wraps `forward` in autocast, which the head would then replace.
-    """
+def prepare_for_pairs(model: PreTrainedModel | PeftModel) -> None:
+    """Switch a model's dropout off, so that it begins as the reference, and give it the head that finds log-probs."""
     disable_dropout_in_model(model)
-    with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model, IN_TRAINING)
+    with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 @contextmanager
@@ -172,6 +214,9 @@ PAIRS = Objective(
     metrics=pair_metrics,
     best_metric=VALIDATION_LOSS,
     higher_is_better=False,
+    labels_in=lambda row: int(is_pair(row)),
+    pair_loss=dpo_loss,
+    pair_results=dpo_results,
     prepare=prepare_for_pairs,
     fake_loss=fake_pair_loss,
     like_gpu=like_triton,
@@ -273,17 +318,17 @@ def log_probs_of(
 
     def found(numbers: list[int]) -> Iterable[Pair]:
         batch = collate([pairs[number] for number in numbers])
-        on_device = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask", "completion_mask")}
+        on_device = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
         return zip(*(each.tolist() for each in answer_log_probs(model, on_device)), strict=True)
 
     return predict_rows(log, list(map(tokens_in, pairs)), "pairs", when, found, model)
 
 
-def with_chunked_head(model: PreTrainedModel, outputs: tuple[str, ...] = ("log_probs",)) -> None:
+def with_chunked_head(model: PreTrainedModel) -> None:
     """Give a model TRL's head, once: it finds the log-probabilities of labels, and never holds whole logits."""
     set_tile(model)
     if not hasattr(model, "has_chunked_head"):
-        add_fused_lm_head(model, outputs=outputs)
+        add_fused_lm_head(model, outputs=("log_probs",))
         model.has_chunked_head = True
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.print_prefix import print_figures
 from common.data.batches import make_collator
-from common.data.rows import IGNORED_LABEL, Row
+from common.data.rows import IGNORED_LABEL, Row, Tokens
 from common.data.splits import tokens_of
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss, step_loss
@@ -41,6 +41,11 @@ def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([losses.sum(1), (labels != IGNORED_LABEL).sum(1)], dim=1)
 
 
+def _targets_in(row: Tokens) -> int:
+    """Return how many tokens of a summary are to be predicted: a decoder that reads another text predicts all."""
+    return len(row["labels"]) - row["labels"].count(IGNORED_LABEL)
+
+
 SUMMARIES = Objective(
     lambda tokenizer, model, run: make_collator(tokenizer, model, run.pad_to_multiple_of),
     summary_results,
@@ -48,6 +53,7 @@ SUMMARIES = Objective(
     VALIDATION_LOSS,
     False,
     step_loss,
+    labels_in=_targets_in,
     needs_losses_alone=True,
 )
 

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
@@ -60,7 +58,7 @@ class FirstStepReport(TrainerCallback):
     """
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`work` is what the trainer counts into."""
+        """`work` is what the loop counts into."""
         self.rank, self.work, self.tokenizer = rank, work, tokenizer
 
     @override
@@ -137,34 +135,6 @@ class UpdateReport(TrainerCallback):
         share_by_step = [(step, int(changed) / looked_at) for step, changed, looked_at in self.changed_by_step]
         mean = sum(share for _, share in share_by_step) / len(share_by_step) if share_by_step else None
         return {"updated_share": mean, "updated_share_by_step": share_by_step}
-
-
-class SkippedSteps(TrainerCallback):
-    """The steps whose fp16 gradients overflowed: Accelerate skips optimizer and schedule then, and scales losses less.
-
-    A resumed run begins with those that its checkpoint's run skipped, by how far the schedule was behind.
-    """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        """`accelerator`: the Trainer's."""
-        self.accelerator, self.steps = accelerator, 0
-
-    @override
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        lr_scheduler: LRScheduler,
-        **kwargs: object,
-    ) -> None:
-        self.steps = state.global_step - lr_scheduler.last_epoch
-
-    @override
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        self.steps += self.accelerator.optimizer_step_was_skipped
 
 
 def _samples(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -2,19 +2,19 @@
 
 import statistics
 import time
-from contextlib import nullcontext
+from copy import copy
 from itertools import islice
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
-from transformers import Trainer
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.runtime.world import Rank
-from common.training.strategy import Batch
-from common.training.trainer import AuditedTrainer
+from common.training.answer_logits import Batch
+from common.training.ddp import exchanging
+from common.training.loop import TrainingLoop
+from common.training.optimizers import make_optimizer
 
 WHOLE_AT_MOST_BYTES = 256 * 2**20
 """Weights that may be whole on each rank beside training that divides them."""
@@ -29,8 +29,7 @@ def can_measure_ceiling(run: RunConfig, held: dict[str, Any] | None) -> bool:
 
 
 def measure_machine_ceiling(
-    trainer: AuditedTrainer,
-    rank: Rank,
+    loop: TrainingLoop,
     model: torch.nn.Module | None = None,
     replica: torch.nn.Module | None = None,
     steps: int = 8,
@@ -40,7 +39,7 @@ def measure_machine_ceiling(
 
     Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
     rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
-    each, without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own,
+    each, without synchronising. The trained weights are put back afterwards. `model` stands in for the loop's own,
     where that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
     synchronising, in the same turns, as a machine's speed may be another one an hour later.
 
@@ -50,14 +49,13 @@ def measure_machine_ceiling(
         The seconds per step of all three (medians of the rounds).
         With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
     """
-    model = (model or trainer.model).train()
+    model, rank = (model or loop.model).train(), loop.rank
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
-    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
-    optimizer = optimizer_class(trained, **settings)
-    share_batches = list(islice(trainer.get_train_dataloader(), steps))
-    every_row = islice(trainer.batches.global_batches(), steps)
-    global_batches = [trainer.at_once([trainer.train_dataset[row] for row in rows]) for rows in every_row]
+    optimizer = make_optimizer(model, loop.run)
+    at_once = list(islice(loop.batches.global_batches(), steps))
+    share_batches = [_batches(loop, loop.batches.own_within_budget(rows)) for rows in at_once]
+    global_batches = [_batches(loop, [rows]) for rows in at_once]
     timed = {
         "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),
         "one_rank_share_step_s": (model, share_batches if rank.is_main else []),
@@ -69,11 +67,11 @@ def measure_machine_ceiling(
     def step_s(module: torch.nn.Module, batches: list[list[Batch]]) -> float:
         wait_for_everyone()
         start_s = time.perf_counter()
-        _bare_steps(trainer, module, optimizer, batches)
+        _bare_steps(loop, module, optimizer, batches)
         return max(gather_object([time.perf_counter() - start_s])) / len(share_batches)
 
     for module, batches in timed.values():  # warm up: memory that is new to a process costs its first step much
-        _bare_steps(trainer, module, optimizer, batches[:1])
+        _bare_steps(loop, module, optimizer, batches[:1])
     rounds_s = [[step_s(*each) for each in timed.values()] for _ in range(rounds)]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
@@ -87,15 +85,21 @@ def measure_machine_ceiling(
     }
 
 
+def _batches(loop: TrainingLoop, batches: list[list[int]]) -> list[Batch]:
+    return [loop.batch_of([loop.train_rows[row] for row in rows]) for rows in batches]
+
+
 def _bare_steps(
-    trainer: AuditedTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Batch]]
+    loop: TrainingLoop, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Batch]]
 ) -> None:
+    part = copy(loop.part)
+    part.module = model
     for batches in steps:
-        num_items_in_batch = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        for number, batch in enumerate(batches, 1):  # ranks may have unequal numbers: they meet in the last
-            with nullcontext() if number == len(batches) else trainer.accelerator.no_sync(model):
-                trainer.strategy.loss(batch, num_items_in_batch, model).backward()
+        label_count = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        for number, batch in enumerate(batches, 1):
+            with exchanging(model, number == len(batches)):
+                part.loss(batch, label_count).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if trainer.strategy.rank.device != "cpu":
+    if loop.rank.device != "cpu":
         torch.accelerator.synchronize()

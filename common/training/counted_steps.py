@@ -12,39 +12,39 @@ from common.data.rows import Tokens, tokens_in
 from common.models.shards import tensors_of
 from common.planning.phases import TRAINING
 from common.runtime.memory_tracker import watch_gradients
-from common.runtime.recorder import PeakMemory
-from common.training.trainer import AuditedTrainer
+from common.training.loop import TrainingLoop
 from common.training.usage import state_tensors
 
 
-def resting(trainer: AuditedTrainer) -> dict[str, list[torch.Tensor]]:
+def resting(loop: TrainingLoop) -> dict[str, list[torch.Tensor]]:
     """Return what training keeps between steps on this rank, by part."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
     return {
-        "weights": list(tensors_of(trainer.model)),
-        "optimizer": state_tensors(optimizer),
-        "buffers": trainer.kept_buffers(),
+        "weights": list(tensors_of(loop.model)),
+        "optimizer": state_tensors(loop.optimizer),
+        "buffers": loop.part.kept_buffers(),
     }
 
 
-def count_steps(trainer: AuditedTrainer, memory: PeakMemory) -> None:
+def count_steps(loop: TrainingLoop) -> None:
     """Count what saving, a step, and a batch of validation hold, with the longest rows; called on every rank."""
-    if memory.rank.device != "cpu":
+    memory, part = loop.log.memory, loop.part
+    if loop.rank.device != "cpu":
         return
-    rows = _longest(trainer.train_dataset, trainer.strategy.run.rows_per_rank)
+    batch = loop.batch_of([{**row, "row": 0} for row in _longest(loop.train_rows.rows, loop.run.rows_per_rank)])
+    label_count = max(1, sum(map(loop.objective.labels_in, loop.train_rows.rows[:1])))
     with torch.random.fork_rng():
-        trainer.back_propagate(rows)  # buffers of this shape are there from now on
-        with memory.counting("saving", resting(trainer)):
+        part.back_propagate(batch, label_count)  # buffers of this shape are there from now on
+        with memory.counting("saving", resting(loop)):
             pass
-        with memory.counting(TRAINING, resting(trainer)) as tracker:
-            trainer.forget_gradients()
-            handles = watch_gradients(trainer.model, tracker)
-            trainer.back_propagate(rows)
+        with memory.counting(TRAINING, resting(loop)) as tracker:
+            part.forget_gradients()
+            handles = watch_gradients(loop.model, tracker)
+            part.back_propagate(batch, label_count)
     for handle in handles:
         handle.remove()
-    with memory.counting("validation", resting(trainer)):
-        trainer.forget_gradients()
-        trainer.validate(_longest(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))
+    with memory.counting("validation", resting(loop)):
+        part.forget_gradients()
+        part.sums(loop.collated(_longest(loop.validation_rows, loop.args.per_device_eval_batch_size)))
 
 
 def _longest(rows: list[Tokens], count: int) -> list[Tokens]:

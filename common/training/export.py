@@ -22,6 +22,7 @@ from common.data.row_checks import say_once
 from common.data.rows import Tokens
 from common.hardware.devices import GIB, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
+from common.models.freeing import free_model
 from common.models.loading import (
     check_equal_logits,
     next_token_logits,
@@ -36,20 +37,20 @@ from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
 from common.training.counted_steps import resting
+from common.training.loop import TrainingLoop
 from common.training.merge_room import merge_need, why_not_merged
 from common.training.pipeline_parallel import save_parts, wait_for_parts
-from common.training.trainer import AuditedTrainer, free_model
 
 DeviceMap = dict[str, str | int]
 
 
 def save_and_reload(
-    log: RunRecorder, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
+    log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
     The results folder gets `model`, or `adapter` and where there is room `merged`, on each disk and with the tokenizer.
-    The trainer's own model is freed on the way, so that a device holds no more than two models at a time. Called on
+    The trained model is freed on the way, so that a device holds no more than two models at a time. Called on
     every rank.
 
     Returns:
@@ -61,7 +62,7 @@ def save_and_reload(
     """
     run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)
     saved = [log.folder / ("adapter" if run.method.has_adapters else "model")]
-    batch, expected, compares = save_and_free(trainer, saved[0])
+    batch, expected, compares = save_and_free(loop, saved[0])
     differences: dict[str, float | None] = {}
     merged_answers = not run.method.has_adapters
     if run.method.has_adapters:
@@ -82,7 +83,7 @@ def save_and_reload(
         for each in saved:
             save_tokenizer(tokenizer, each)
             if run.goal.converses:
-                save_stops(each, tokenizer, getattr(trainer.model, "generation_config", None))
+                save_stops(each, tokenizer, getattr(loop.model, "generation_config", None))
     wait_for_everyone()
     for each in saved:
         broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
@@ -104,32 +105,32 @@ def comparing(
     return memory.counting("merging", {"weights": tensors_of(model), "logits": [] if expected is None else [expected]})
 
 
-def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
-    """Save the trained model or adapter in `folder`, and free the trainer's memory; called on every rank.
+def save_and_free(loop: TrainingLoop, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
+    """Save the trained model or adapter in `folder`, and free the loop's memory; called on every rank.
 
     Returns:
         Validation rows as a batch; the trained model's logits of it, fp32, shape (rows, tokens, vocabulary), None on
         ranks that do not know them; and whether this rank is the first that does.
     """
-    batch = trainer.collated(rows_to_compare(trainer))
-    with trainer.memory.counting("merging", resting(trainer)):
-        expected = trainer.strategy.logits(batch)
-    trainer.strategy.export(folder)
-    if trainer.strategy.rank.is_main:
+    batch = loop.collated(rows_to_compare(loop))
+    with loop.log.memory.counting("merging", resting(loop)):
+        expected = loop.part.logits(batch)
+    loop.part.export(folder)
+    if loop.rank.is_main:
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's: an empty card, with the base's path on this machine
-    trainer.free()
+    loop.free()
     wait_for_everyone()
     first = gather_object([expected is not None]).index(True)
-    return batch, expected, trainer.strategy.rank.rank == first
+    return batch, expected, loop.rank.rank == first
 
 
-def rows_to_compare(trainer: AuditedTrainer) -> list[Tokens]:
+def rows_to_compare(loop: TrainingLoop) -> list[Tokens]:
     """Return the first validation rows, as many as have no more logits than a chunk of the loss; a longer one is cut.
 
     Logits are compared at all positions: those of a whole batch could take more memory than training did.
     """
-    goal, most = trainer.strategy.run.goal, tokens_at_once(trainer.model)
-    rows = list(islice(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))  # the others may be on disk
+    goal, most = loop.run.goal, tokens_at_once(loop.model)
+    rows = list(islice(loop.validation_rows, loop.args.per_device_eval_batch_size))  # the others may be on disk
     if goal.chats:  # what precedes a token decides on its logits; a picture stays whole
         rows = [first_tokens(row, most) for row in rows]
     tokens = [len(row["labels"] if goal.summarizes else row["input_ids"]) for row in rows]

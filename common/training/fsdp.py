@@ -9,24 +9,24 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
+from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.divided import load_rows, mesh_of
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
-from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
-from common.training.strategy import Batch, Model, Strategy
+from common.training.answer_logits import Model
+from common.training.part import Part, clip_divided
 from common.training.usage import Held, check_part, part_bytes
 
 OWN_LAYERS = "layers"
@@ -35,12 +35,16 @@ LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
 """Settings that do nothing where `accelerate launch` shards by its own file."""
 
 
-class Fsdp(Strategy):
-    """Every rank holds its shard of each weight, and gathers the others' layer by layer."""
+class Shards(Part):
+    """A shard of each weight; the others' are gathered layer by layer."""
 
-    def __init__(self, run: RunConfig, rank: Rank) -> None:
-        super().__init__(run, rank)
+    is_whole = False
+
+    def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
+        """Check that `module`, which comes from `load_shards`, is divided."""
+        check_fully_sharded(module, run.shard_ranks)
         self.autocasts = mixed_precision(run).param_dtype is None  # adapters are fp32 beside a base in bf16
+        super().__init__(module, run, rank)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -53,60 +57,41 @@ class Fsdp(Strategy):
             _check_left_to_accelerate(run)
         modules_to_wrap(model_without_weights(run), run.wrap)
 
-    def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the divided model, of which each rank has loaded its part alone.
+    @override
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        gradients = self.gradients()
+        group = _shard_group(self.model)  # hybrid sharding: each copy has all of the gradients
+        return clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)
 
-        Where Accelerate was launched with an FSDP file, its own function divides it, as that file says.
-
-        Raises:
-            BadInputError: the model lacks a class to wrap, or layers to train.
-        """
-        mesh = mesh_of(self.rank, self.run)
-        self.shard_group = mesh["shard"].get_group()
-        plugin = FullyShardedDataParallelPlugin() if accelerate_shards() else None  # by its file's variables
-        offloads = bool(plugin.cpu_offload) if plugin else self.run.offload == "cpu"
-        model = with_trained_weights(load_rows(self.run, self.rank, mesh, offloads), self.run)
-        if plugin:
-            model = shard_by_accelerate(model, self.run, plugin, self.rank.device)
-        else:
-            shard(model, self.run, mesh)
-        if self.rank.is_main:
-            print(describe_wrapping(model))
-        return model
-
-    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
-        """Check that the model is divided."""
-        check_fully_sharded(self.model, self.run.shard_ranks)
-        return super().prepare(optimizer, accelerator)
-
-    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add the gradients, which are summed and divided among the ranks after the last batch of a step."""
-        self.model.set_requires_gradient_sync(is_last)
-        loss = self.loss(batch, num_items_in_batch)
-        (loss * self.rank.world_size).backward()  # FSDP takes the mean over ranks, but each loss is a part of the sum
-        return loss.detach()
-
-    def finish_gradients(self) -> None:
-        """Clip by the norm of all ranks' gradients."""
-        if not self.run.max_grad_norm:
-            return
-        gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
-        # by hand, and summed on the rank's own device: offloaded gradients are on the host, where NCCL sums nothing
-        squares = get_total_norm(gradients).to(self.rank.device).float() ** 2
-        dist.all_reduce(squares, group=self.shard_group)  # hybrid sharding: each copy has all of the gradients
-        factor = (self.run.max_grad_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-
+    @override
     def check_shard_memory(self, held: Held) -> None:
-        """Check that weights and gradients are divided.
-
-        Raises:
-            RuntimeError: with both sizes.
-        """
         weights, ranks = list(self.model.parameters()), self.run.shard_ranks
         trained = [weight for weight in weights if weight.requires_grad]
         check_part("weights", held.weights_bytes, part_bytes(weights, ranks))
         check_part("gradients", held.gradients_bytes, part_bytes(trained, ranks))
+
+
+def _shard_group(model: Model) -> dist.ProcessGroup:
+    mesh = next(model.parameters()).device_mesh
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def load_shards(run: RunConfig, rank: Rank) -> Model:
+    """Return the model to train, divided among the ranks, of which each has loaded its part alone; on every rank.
+
+    Where Accelerate was launched with an FSDP file, its own function divides it, as that file says.
+
+    Raises:
+        BadInputError: the model lacks a class to wrap, or layers to train.
+    """
+    mesh = mesh_of(rank, run)
+    plugin = FullyShardedDataParallelPlugin() if accelerate_shards() else None  # by its file's variables
+    offloads = bool(plugin.cpu_offload) if plugin else run.offload == "cpu"
+    model = with_trained_weights(load_rows(run, rank, mesh, offloads), run)
+    model = shard_by_accelerate(model, run, plugin, rank.device) if plugin else shard(model, run, mesh)
+    if rank.is_main:
+        print(describe_wrapping(model))
+    return model
 
 
 def _check_left_to_accelerate(run: RunConfig) -> None:

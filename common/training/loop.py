@@ -1,28 +1,68 @@
-"""The loop over optimizer steps, written out, for every strategy whose steps the Trainer does not take.
+"""The loop over optimizer steps: it hands out their batches, and does what comes with each step.
 
-Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
+What is computed in a step stands in the workflow that trains:
+
+    loop = TrainingLoop(model, tokenizer, data, log)
+    for step in loop.steps():
+        for batch, is_last in step:
+            loop.loss(batch, step.label_count).backward()
+        loop.update()
+
+A loss is a sum over a batch's labels, over the labels of the step's batches on all ranks: whatever the ranks and
+micro-batches that a step's rows are divided among, the sum of all losses is the same mean, and so is its gradient.
 """
 
+import math
+import os
+import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from math import ceil
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch.nn.utils import get_total_norm
-from transformers import TrainerState
-from transformers.trainer_callback import ExportableState
-from typing_extensions import override
+from torch.utils.data import DataLoader
+from transformers import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    set_seed,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from common.data.rows import Tokens, without_labels
+from common.base.errors import BadInputError, RunStoppedError
+from common.base.run_config import LAST
+from common.data.batches import (
+    SORTED_STEPS,
+    EpochBatches,
+    PartitionedBatches,
+    RepeatedBatch,
+    TrainingRows,
+    lay_end_to_end,
+    longest_batch,
+)
+from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
+from common.data.rows import Splits, Tokens, tokens_in, without_labels
+from common.data.splits import tokenized
+from common.models.freeing import free_model
+from common.planning.job import BatchShape, EvaluationShape
+from common.planning.plans import Plan, plan_run, why
+from common.runtime.faults import fault_at
+from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached
-from common.training.checkpoints import STATE_FILE, verify_once
-from common.training.saves import CopiedCheckpoint
-from common.training.strategy import Batch
-from common.training.trainer import AuditedTrainer
+from common.training.answer_logits import Batch
+from common.training.callbacks import FirstStepReport, ProgressReport, UpdateReport, WorkDone
+from common.training.compiled_layers import as_written
+from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
+from common.training.part import part_class
+from common.training.placement import evaluation_of_rows
+from common.training.results import check_training
+from common.training.saver import Saver
 
 
 @dataclass(frozen=True)
@@ -30,221 +70,376 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        batches: This rank's, one or more for each accumulation step.
-        num_items_in_batch: Labels of all ranks' batches: what the losses are divided by.
+        batches: This rank's, one or more for each accumulation step, as they are needed.
+        batch_count: How many there are.
+        label_count: Labels of all ranks' batches: what the losses are divided by.
     """
 
-    batches: list[Batch]
-    num_items_in_batch: int
+    batches: Iterator[Batch]
+    batch_count: int
+    label_count: int
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """Yield each batch, and whether it is the step's last."""
-        return ((batch, number == len(self.batches)) for number, batch in enumerate(self.batches, 1))
+        for number in range(1, self.batch_count + 1):
+            yield next(self.batches), number == self.batch_count
 
 
-class LoopTrainer(AuditedTrainer):
-    """A Trainer with the loop written out; what the ranks do differently from one device is the `strategy`'s.
+class TrainingLoop:
+    """Rows, loss, optimizer, schedule, reports, validation and checkpoints of a training; `steps()` hands out the work.
 
-    Callbacks hear of each optimizer step, not of epochs and of the micro-batches of a step.
+    Callbacks of Transformers hear of each optimizer step, log, validation and checkpoint.
 
     Attributes:
+        part: What this rank holds of the model.
+        model: What is trained, without what stands around it in training.
+        args, state, control: What callbacks are told, as by Transformers' Trainer.
+        batches: Draws the rows of each step.
+        work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
+        skipped_steps: Steps whose fp16 gradients overflowed: they were not taken, and losses are scaled less since.
+        world: Every rank's machine, device, samples and tokens, once training has ended.
     """
 
-    is_written_out = True
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Splits,
+        log: RunRecorder,
+        optimizer: torch.optim.Optimizer | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Prepare to train `module`: a model, or what a parallelism has made of it; called on every rank.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.rank = self.strategy.rank
-        self.loss_sum = torch.zeros((), device=self.rank.device)
-        self.logged_step = 0
-        if self.strategy.measures_usage:
-            self.add_callback(self.strategy.usage)
+        Args:
+            module: A model, or DDP, FSDP, DeepSpeed's engine, or a pipeline's stage with its schedule.
+            tokenizer: The model's.
+            data: Rows, or their tokens.
+            log: Of the run.
+            optimizer: Where the parallelism had to have it before; else the run's is made here.
+            plan: Where layers were placed by one; else the run is planned now.
+        """
+        self.log, self.run, self.rank, self.tokenizer = log, log.run, log.rank, tokenizer
+        run = log.run
+        set_seed(run.seed)
+        learnt = tokenized(data, tokenizer, run)
+        self._tell_of_rows(learnt, plan)
+        self.train_rows, self.validation_rows = TrainingRows(learnt.train), learnt.validation
+        self.args = training_arguments(run, log.folder / "checkpoints", keeps=log.keeps, run_name=log.run_name)
+        self.part = part_class(run)(module, run, log.rank)
+        self.model, self.objective = self.part.model, self.part.objective
+        if run.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+        self.model.train()
+        self.part.optimizer = self.optimizer = optimizer or make_optimizer(self.model, run)
+        self.collate = self.objective.collator(tokenizer, self.model, run)
+        self.batches = self._draw()
+        self.steps_per_epoch = math.ceil(len(self.batches) / run.gradient_accumulation_steps)
+        steps = run.total_steps(len(self.train_rows))
+        self.schedule = make_schedule(self.optimizer, run, steps)
+        self.scaler = torch.amp.GradScaler(torch.device(log.rank.device).type, enabled=self.args.fp16)
+        self.work, self.updates, self.skipped_steps = WorkDone(), UpdateReport(), 0
+        self.loss_sum, self.logged_step = torch.zeros((), device=log.rank.device), 0
+        self.state = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / self.steps_per_epoch))
+        self.state.is_world_process_zero = self.state.is_local_process_zero = log.rank.is_main
+        self.state.compute_steps(self.args, steps)
+        self.control = TrainerControl()
+        self.saver = Saver(self.part, log, len(self.train_rows)) if log.keeps else None
+        self.handler = CallbackHandler(self._callbacks(), self.model, tokenizer, self.optimizer, self.schedule)
+        log.step = lambda: self.state.global_step
+
+    def _tell_of_rows(self, learnt: Splits, plan: Plan | None) -> None:
+        """Say how many rows there are, and what training them was planned to take."""
+        log, run = self.log, self.run
+        log.data = summary_of(learnt.train, learnt.validation, run)
+        if not log.keeps:
+            return
+        if log.rank.is_main:
+            print(say_summary(log.data, run))
+            say_once(say_few_steps(log.data, run))
+        evaluation = evaluation_of_rows(run, learnt.validation)
+        if plan:
+            plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
+        log.training_starts(plan or plan_training(log, longest_batch(learnt.train, run.rows_per_rank, run), evaluation))
+
+    def _draw(self) -> EpochBatches:
+        run, rank = self.run, self.rank
+        drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
+        has_own_rows = run.data_parallel_ranks > 1
+        return (RepeatedBatch if not self.log.keeps else drawn)(
+            list(map(tokens_in, self.train_rows.rows)),
+            run.per_device_train_batch_size,
+            rank.world_size if has_own_rows else 1,
+            rank.rank if has_own_rows else 0,
+            run.seed,
+            run.gradient_accumulation_steps,
+            SORTED_STEPS if run.groups_by_length else 1,
+            run.max_batch_tokens,
+        )
+
+    def _callbacks(self) -> list[TrainerCallback]:
+        run, rank = self.run, self.rank
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(self.log.folder / "tensorboard")  # Transformers takes it from here
+        callbacks = [DefaultFlowCallback(), *self.log.callbacks]
+        if not self.log.keeps:
+            return callbacks
+        callbacks += [each() for each in get_reporting_integration_callbacks(self.args.report_to)]
+        callbacks += [ProgressReport(rank, run.log_format), self.updates]
+        if run.early_stopping_patience:
+            callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
+        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer))
+        if self.part.measures_usage:
+            callbacks.append(self.part.usage)
+        return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Have a callback of Transformers hear of steps, logs, validations and checkpoints."""
+        self.handler.add_callback(callback)
 
     # -- the loop
 
-    def train(self) -> None:
-        """Take all optimizer steps; at the end the model has the best checkpoint's weights, if that is asked for."""
-        for step in self.steps():
-            for batch, is_last in step:
-                self.reach("batch")
-                self.loss_sum += self.strategy.backward(batch, step.num_items_in_batch, is_last)
-            self.strategy.finish_gradients()
-            self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-            self.update()
-            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-
     def steps(self) -> Iterator[Step]:
-        """Yield each optimizer step with this rank's batches, the first after `resume_checkpoint` if there is one.
+        """Yield each optimizer step with this rank's batches, the first after the checkpoint where the run resumes.
 
-        The caller takes the step before it asks for the next one; then schedule, log, validation and checkpoint follow.
-        At the end the model has the weights of the best checkpoint, if that is asked for.
+        Who asks for them back-propagates the losses of a step's batches, and calls `update`, before the next one; then
+        schedule, log, validation and checkpoint follow. At the end the model has the weights of the best checkpoint.
         """
-        self._begin()
-        for epoch in range(self.state.num_train_epochs):
+        if self.saver:
+            self.saver.find_start()
+        self._tell("on_train_begin")
+        if self.saver and self.saver.resumes_from:
+            self._resume()
+        for epoch in range(self.state.global_step // self.steps_per_epoch, self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
-            for number, rows in enumerate(self.batches.steps(), epoch * self.steps_per_epoch + 1):
-                if self.state.global_step == self.state.max_steps or self.control.should_training_stop:
-                    break
-                if number > self.state.global_step:  # else it was taken before the checkpoint
-                    self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-                    yield self._step_of(rows)
-                    self._end_step()
-        with self.saves.holding_up():
-            self.finish_save()
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
-            best = Path(self.state.best_model_checkpoint)
-            verify_once(best, self.rank.is_main)
-            self.strategy.load_weights(best)
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+            first = self.state.global_step - epoch * self.steps_per_epoch  # of the epoch, after a checkpoint
+            last = self.state.max_steps - epoch * self.steps_per_epoch
+            yield from self._steps_of(list(self.batches.steps())[first:last])
+            if self.control.should_training_stop:
+                break
+        if self.saver:
+            self.saver.load_best(self.state)
+        as_written(self.model)
+        self._tell("on_train_end")
+        self.world = check_training(self) if self.saver else []
+
+    def _steps_of(self, rows_of_steps: list[list[int]]) -> Iterator[Step]:
+        """Yield the steps of an epoch, or of what is left of it, until training is to stop."""
+        own = [self.own_batches(rows) for rows in rows_of_steps]
+        loaded = map(self._counted, self._loader([batch for batches in own for batch in batches]))
+        for rows, batches in zip(rows_of_steps, own, strict=True):
+            self._tell("on_step_begin")
+            label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)
+            yield Step(loaded, len(batches), label_count)
+            self._end_step()
+            if self.control.should_training_stop:
+                return
+
+    def own_batches(self, rows: list[int]) -> list[list[int]]:
+        """Return this rank's share of a step's rows, batch by batch; every rank has as many."""
+        at_once = self.batches.micro_batches(rows)
+        return [batch for micro_batch in at_once for batch in self.batches.own_within_budget(micro_batch)]
+
+    def _loader(self, batches: list[list[int]]) -> DataLoader:
+        """Return a loader of these batches, which draws no random number of training's."""
+        return DataLoader(
+            self.train_rows,
+            batch_sampler=batches,
+            collate_fn=self.batch_of,
+            num_workers=self.args.dataloader_num_workers,
+            generator=torch.Generator(),
+        )
+
+    def _counted(self, batch: Batch) -> Batch:
+        self.work.count(batch["row"], batch)  # before the batch moves: a GPU would be waited for
+        return batch
+
+    def batch_of(self, rows: list[Tokens]) -> Batch:
+        """Return training rows as one batch, end to end or padded."""
+        if self.run.is_padding_free:
+            return self.part.inputs_for_loss(lay_end_to_end(rows))
+        return self.collated(rows)
+
+    def collated(self, rows: list[Tokens]) -> Batch:
+        """Return rows as one batch, padded, and filled up as the part needs it."""
+        return self.part.inputs_for_loss(self.collate(self.part.fill(rows)))
+
+    def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
+        """Return the sum of a batch's losses over `label_count`, the labels of its step; with fp16 scaled up."""
+        self.reach("batch")
+        loss = self.part.loss(batch, label_count)
+        self.add_loss(loss)
+        return self.scaler.scale(loss)
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Count a loss that was computed elsewhere, as by a pipeline's schedule, for the next log."""
+        self.loss_sum += loss.detach()
 
     def update(self) -> None:
-        """Take the optimizer's step, if the gradients are finite, and forget them."""
-        self.look_at_gradients()
-        self.strategy.update()
-
-    def look_at_gradients(self) -> None:
-        """Refuse to take a step by gradients that are not finite.
+        """Clip the gradients, take the optimizer's step by them, and forget them.
 
         Raises:
-            RunStoppedError: see `check_gradients`.
+            RunStoppedError: the gradients are not finite, and would spoil every weight.
         """
-        self.check_gradients(get_total_norm(self.strategy.gradients()))
+        self.scaler.unscale_(self.optimizer)
+        self._check_finite(self.part.clip_gradients(self.args.max_grad_norm))
         self.reach("update")
+        self._tell("on_pre_optimizer_step")
+        if self.args.fp16:
+            scale = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.skipped_steps += self.scaler.get_scale() < scale
+            self.part.forget_gradients()
+        else:
+            self.part.step()
+        self._tell("on_optimizer_step")
 
-    def _begin(self) -> None:
-        """Make optimizer and schedule, prepare both and the model, and load the checkpoint to resume from."""
-        self.steps_per_epoch = steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
-        steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
-        self.create_optimizer_and_scheduler(steps)
-        if self.args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self.model.train()
-        self.state.max_steps, self.state.num_train_epochs = steps, ceil(steps / steps_per_epoch)
-        self.state.compute_steps(self.args, steps)
-        self.optimizer = self.strategy.prepare(self.optimizer, self.accelerator)
-        self.model = self.strategy.model
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        if self.resume_checkpoint:
-            self._resume(self.resume_checkpoint)
-
-    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
-        """Make the Trainer's optimizer, with the parameter groups that the strategy needs."""
-        optimizer = super().create_optimizer(*args)
-        self.strategy.group_weights(optimizer)
-        return optimizer
+    def _check_finite(self, norm: torch.Tensor) -> None:
+        """Refuse gradients that are not finite; with fp16 they may be, and the loss is scaled less from then on."""
+        if not self.args.fp16 and not math.isfinite(norm):
+            step = self.state.global_step
+            raise RunStoppedError(
+                f"The gradients of step {step + 1} are not finite (norm {float(norm)}), and would spoil every weight: "
+                f"the step was not taken, and nothing was saved after step {step}. Lower --learning_rate or look at "
+                f"the step's rows; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+            )
 
     def _end_step(self) -> None:
-        self.lr_scheduler.step()
+        taken = self.state.global_step + 1 - self.skipped_steps
+        if not waits_for_validation(self.schedule) and taken > self.schedule.last_epoch:
+            self.schedule.step()
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        with self.reporting():
-            self.look_at_save()
+        self._tell("on_step_end")
+        with self._reporting():
+            if self.saver:
+                self.saver.go_on(self.control.should_evaluate, self.state.global_step)
             if self.control.should_log:
-                loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
+                loss = self.part.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-                self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+                self._log({"loss": loss, "learning_rate": self.optimizer.param_groups[0]["lr"]})
             if self.control.should_evaluate:
-                self.control.should_save = self._determine_best_metric(self.evaluate(), trial=None)
+                self._choose(self.evaluate())
             if self.control.should_save:
-                self._save_checkpoint(self.model)
-                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+                self._save()
 
-    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
-        """Return the metrics of all validation rows, such as the mean loss."""
-        sums = []
-        with self.memory.phase("validation"):
-            for batch in self.validation_batches():
-                sums.append(self.strategy.sums(batch))
-                reached("validation", self.state.global_step)
-        metrics = self.strategy.objective.metrics(self.strategy.sum_over_ranks(torch.stack(sums).sum(0)))
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Time what follows a step, and may take longer than one."""
+        start_s = time.perf_counter()
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self.reach("validation")
+        yield
+        self.reach("load")
+        self.work.reporting_s += time.perf_counter() - start_s
+
+    def evaluate(self) -> dict[str, float]:
+        """Validate, tell callbacks of it, and return the metrics."""
+        metrics = self.validate()
+        self._log(metrics)
+        self._tell("on_evaluate", metrics=metrics)
         return metrics
 
-    @override
-    def back_propagate(self, rows: list[Tokens]) -> None:
-        batches = self.at_once(rows)
-        labels = sum(map(self.strategy.labels_in, rows)) * self.batches.world_size
-        for batch, is_last in Step(batches, labels):
-            self.strategy.backward(batch, labels, is_last)
-        self.strategy.finish_gradients()
-
-    @override
-    def kept_buffers(self) -> list[torch.Tensor]:
-        return self.strategy.kept_buffers()
-
-    @override
-    def forget_gradients(self) -> None:
-        self.strategy.forget_gradients()
-
-    @override
-    def validate(self, rows: list[Tokens]) -> None:
-        self.strategy.sums(self.collated(rows))
-
-    # -- batches
-
-    def _step_of(self, rows: list[int]) -> Step:
-        batches = self.batches_of(rows)
-        for batch in batches:
-            self.work.count(batch["row"], batch)
-        return Step(batches, num_items_in_batch=sum(self.strategy.labels_in(self.train_dataset[row]) for row in rows))
-
-    def batches_of(self, rows: list[int]) -> list[Batch]:
-        """Return this rank's collated batches of one optimizer step; every rank has as many."""
-        at_once = self.batches.micro_batches(rows)
-        own = [batch for rows in at_once for batch in self.batches.own_within_budget(rows)]
-        return [self.batch_of([self.train_dataset[row] for row in batch]) for batch in own]
+    def validate(self) -> dict[str, float]:
+        """Return the metrics of all validation rows, such as the mean loss."""
+        sums = []
+        with self.log.memory.phase("validation"):
+            for batch in self.validation_batches():
+                sums.append(self.part.sums(batch))
+                reached("validation", self.state.global_step)
+        return self.objective.metrics(self.part.sum_over_ranks(torch.stack(sums).sum(0)))
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's share of the validation rows; every rank has the same number of batches."""
-        rows, ranks = self.eval_dataset, self.batches.world_size
+        rows, ranks = self.validation_rows, self.batches.world_size
         size = self.args.per_device_eval_batch_size * ranks
         shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
         return [self.collated(list(share) or [without_labels(rows[0])]) for share in shares]  # they may be on disk
 
-    # -- checkpoints
+    def _choose(self, metrics: dict[str, float]) -> None:
+        """Note whether the model is the best so far, and whether to save it, or a full state that is due."""
+        value, best = metrics[self.args.metric_for_best_model], self.state.best_metric
+        is_best = best is None or (value > best if self.args.greater_is_better else value < best)
+        if is_best:
+            self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        if waits_for_validation(self.schedule):
+            self.schedule.step(value)
+        self.saver.schedule.meet(self.state)
+        self.control.should_save = is_best or self.saver.schedule.is_due(self.state, self.control)
 
-    def copied_parts(self, is_full: bool) -> dict[str, Any]:
-        """Return a copy of what this rank writes, in the host's memory; called on every rank."""
-        return self.strategy.copied(is_full)
-
-    def write_checkpoint(self, folder: Path, checkpoint: CopiedCheckpoint) -> Future[Any] | None:
-        """Write weights and optimizer, every rank's random numbers, and the history; or weights and history alone."""
-        background = None
-        if checkpoint.parts is not None:
-            background = self.strategy.write_in_background(folder, checkpoint.parts)
-        elif checkpoint.is_full:
-            self.strategy.save(folder)
-        else:
-            self.strategy.save_weights(folder)
-        if checkpoint.is_full:
-            self._save_rng_state(str(folder))
-            self.exchange_random_numbers(folder)
-        for each in self.callback_handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
+    def _save(self) -> None:
+        for each in self.handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
             if isinstance(each, ExportableState):
-                checkpoint.state.stateful_callbacks[type(each).__name__] = each.state()
-        if self.writes:
-            checkpoint.state.save_to_json(str(folder / STATE_FILE))
-        return background
+                self.state.stateful_callbacks[type(each).__name__] = each.state()
+        with self.log.memory.phase("saving"):
+            of_rank = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
+            self.saver.save(self.state, self.control, of_rank)
+        self._tell("on_save")
 
-    def _resume(self, folder: Path) -> None:
+    def _resume(self) -> None:
         """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
-        self.strategy.load(folder)
-        before = TrainerState.load_from_json(str(folder / STATE_FILE))
-        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks"):
+        before, of_rank = self.saver.load()
+        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(before, name))
-        self._load_callback_state()  # how long an early stop has waited
-        self.take_best_along(folder)
+        for each in self.handler.callbacks:  # how long an early stop has waited; how long it is to is this run's own
+            saved = before.stateful_callbacks.get(type(each).__name__, {})
+            for name, value in saved.get("attributes", {}).items():
+                setattr(each, name, value)
         self.logged_step = self.state.global_step
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps that were taken then
-            for _ in range(self.first_step):
-                self.lr_scheduler.step()
-        self._load_rng_state(str(folder))
+        scheduled = of_rank.get("schedule", {}).get("last_epoch", self.state.global_step)
+        self.skipped_steps = self.state.global_step - scheduled
+        if waits_for_validation(self.schedule):
+            self.schedule.load_state_dict(of_rank["schedule"])
+            self.skipped_steps = 0
+        else:
+            self.schedule.last_epoch = scheduled - 1
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps of then
+                self.schedule.step()
+        self.scaler.load_state_dict(of_rank.get("scaler", {}))
         if self.rank.is_main:
-            print(f"resumes after step {self.first_step} of {self.state.max_steps}, from {folder.name}")
+            folder = self.saver.resumes_from.name
+            print(f"resumes after step {self.state.global_step} of {self.state.max_steps}, from {folder}")
 
-    def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Leave the model where its strategy has put it."""
+    def _tell(self, event: str, **about: object) -> None:
+        """Tell all callbacks of an event, which may change what is to follow."""
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **about)
+
+    def _log(self, figures: dict[str, float]) -> None:
+        figures = {**figures, "epoch": self.state.epoch}
+        self.state.log_history.append({**figures, "step": self.state.global_step})
+        self._tell("on_log", logs=figures)
+
+    def reach(self, point: str) -> None:
+        """Report that this rank has reached a point of its step."""
+        step = self.state.global_step + 1
+        fault_at(point, step, self.model)
+        reached(point, step)
+
+    def free(self) -> None:
+        """Free the memory of model, gradients and optimizer, also where a notebook still has names for them."""
+        self.part.free()
+        self.optimizer.state.clear()
+        free_model(self.model)
+
+
+def plan_training(log: RunRecorder, batch: BatchShape, evaluation: EvaluationShape) -> Plan | None:
+    """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it.
+
+    `evaluation`: what the phases beside training work on.
+
+    A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
+    """
+    batch = batch.padded_to(log.run.pad_to_multiple_of)
+    try:
+        plan = plan_run(log.run, batch, log.gpu(), evaluation)
+        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+        said = (
+            f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({batch.rows} rows of "
+            f"{batch.length} tokens at most); {why(plan)}"
+        )
+    except BadInputError as unknown:
+        plan, said = None, f"no plan: {unknown}"
+    if log.rank.is_main:
+        print(said)
+    return plan

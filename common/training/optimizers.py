@@ -1,21 +1,26 @@
-"""Optimizers and schedules by their names in Transformers, tried on a few weights before a model loads."""
+"""Optimizers and schedules by their names in Transformers: built for a run, and tried before a model loads."""
 
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, TrainingArguments, get_scheduler
+from transformers.trainer_pt_utils import get_parameter_names
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
-from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
+from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice, names_in
 from common.models.loading import weight_dtype
+from common.runtime.world import BACKENDS
 from common.tasks.objectives import objective_of
-from common.training.strategy import trainer_takes_steps
 
 SCHEDULES = tuple(each.value for each in SchedulerType)
+NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 WIDTH = 320
 """Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
@@ -28,7 +33,7 @@ class _SettingsAlone(TrainingArguments):
 
 
 def optimizer_settings(run: RunConfig) -> dict[str, object]:
-    """Return what the Trainer is told of its optimizer and its schedule."""
+    """Return what `TrainingArguments` are told of optimizer and schedule."""
     return {
         "optim": run.optim,
         "learning_rate": run.peak_learning_rate,
@@ -36,6 +41,102 @@ def optimizer_settings(run: RunConfig) -> dict[str, object]:
         "warmup_steps": run.warmup_steps,
         "weight_decay": run.weight_decay,
     }
+
+
+def training_arguments(
+    run: RunConfig,
+    output_folder: Path,
+    keeps: bool = True,
+    kind: type[TrainingArguments] = TrainingArguments,
+    **more: Any,
+) -> TrainingArguments:
+    """Return Transformers' settings of a training, which callbacks and trackers read, from the run's.
+
+    Args:
+        run: As it trains.
+        output_folder: Where checkpoints go.
+        keeps: Whether the training reports, validates and saves.
+        kind: Of arguments.
+        more: Settings beside the run's.
+    """
+    every = "steps" if keeps else "no"
+    return kind(
+        output_dir=str(output_folder),
+        per_device_train_batch_size=run.per_device_train_batch_size,
+        per_device_eval_batch_size=run.rows_evaluated_at_once,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        num_train_epochs=run.num_train_epochs,
+        max_steps=run.max_steps,
+        max_grad_norm=run.max_grad_norm,
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
+        bf16=run.precision.startswith("bf16"),
+        fp16=run.precision == "fp16-mixed",
+        use_cpu=run.device == "cpu",
+        ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
+        eval_strategy=every,
+        eval_steps=run.eval_steps,
+        logging_strategy=every,
+        logging_steps=run.eval_steps,
+        save_strategy="best" if keeps else "no",  # and where `SaveSchedule` asks for it
+        save_steps=run.save_steps,
+        load_best_model_at_end=keeps,
+        metric_for_best_model=objective_of(run).best_metric,
+        greater_is_better=objective_of(run).higher_is_better,
+        remove_unused_columns=False,
+        dataloader_num_workers=run.dataloader_num_workers,
+        report_to=list(names_in(run.report_to)) if keeps else "none",
+        disable_tqdm=True,
+        seed=run.seed,
+        **optimizer_settings(run),
+        **more,
+    )
+
+
+def make_optimizer(model: torch.nn.Module, run: RunConfig) -> torch.optim.Optimizer:
+    """Return the run's optimizer of what `model` trains; biases and norms decay no weights, as in Transformers.
+
+    Divided weights (DTensors) have groups of their own: PyTorch's `foreach` steps take no list with both kinds.
+    """
+    kind, settings = optimizer_class(model, run)
+    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], NOT_DECAYED))
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            groups.setdefault((name not in decaying, isinstance(weight, DTensor)), []).append(weight)
+    optimizer = kind(
+        [
+            {"params": weights, "weight_decay": 0.0 if is_exempt else run.weight_decay}
+            for (is_exempt, _), weights in sorted(groups.items(), key=lambda group: group[0])
+        ],
+        **settings,
+    )
+    if settings.get("optim_bits") == 8:  # bitsandbytes' are unstable for embeddings in 8 bits
+        from bitsandbytes.optim import GlobalOptimManager  # here: it takes seconds
+
+        manager = GlobalOptimManager.get_instance()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                manager.register_module_override(module, "weight", {"optim_bits": 32})
+    return optimizer
+
+
+def optimizer_class(model: torch.nn.Module, run: RunConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of the run's optimizer for `model`, and its settings, as Transformers' Trainer has them."""
+    from transformers import Trainer  # here: it imports `datasets`, which takes seconds
+
+    return Trainer.get_optimizer_cls_and_kwargs(_SettingsAlone(output_dir="", **optimizer_settings(run)), model)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, run: RunConfig, steps: int) -> LRScheduler:
+    """Return the run's schedule of the learning rate, over `steps` of the optimizer."""
+    warmup_steps = _SettingsAlone(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
+    return get_scheduler(run.lr_scheduler_type, optimizer, warmup_steps, steps)
+
+
+def waits_for_validation(schedule: LRScheduler) -> bool:
+    """Return whether a schedule follows what validations find, and not the steps."""
+    return not isinstance(schedule, LambdaLR)
 
 
 def check_optimizer(run: RunConfig) -> None:
@@ -89,20 +190,14 @@ def _check_tried(run: RunConfig, setting: str, names: Iterable[str], attempt: Ca
 
 def _try_optimizer(run: RunConfig) -> None:
     """Build the optimizer for a square of weights, and on the CPU take a step."""
-    from transformers import Trainer  # here: it imports `datasets`, which takes seconds
-
     weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
     what = f"optim is {run.optim}, which"
     with reading(what, done="built"):
-        kind, settings = Trainer.get_optimizer_cls_and_kwargs(
-            _SettingsAlone(output_dir="", **optimizer_settings(run)), weights
-        )
+        kind, settings = optimizer_class(weights, run)
     if "model" in settings or "optimizer_dict" in settings:
         raise BadInputError(f"{what} takes its steps in the backward pass, before gradients are checked and clipped.")
-    if hasattr(kind, "train") and not trainer_takes_steps(run):
-        raise BadInputError(
-            f"{what} has weights to train and others to validate by, and the loop of this run does not switch them."
-        )
+    if hasattr(kind, "train"):
+        raise BadInputError(f"{what} has weights to train and others to validate by, which the loop does not switch.")
     with reading(what, done="built"):
         optimizer = kind(weights.parameters(), **settings)
         if run.device == "cpu":  # a GPU that only looks ahead is left alone
@@ -114,17 +209,15 @@ def _try_optimizer(run: RunConfig) -> None:
 def _try_schedule(run: RunConfig, steps: int) -> None:
     """Build the schedule, and follow it where its formula changes: at its ends and those of its warm-up."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
-    warmup = _SettingsAlone(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, done="followed"):
-        schedule = get_scheduler(run.lr_scheduler_type, optimizer, warmup, steps)
-        if isinstance(schedule, LambdaLR):  # all that do not wait for a validation
+        schedule = make_schedule(optimizer, run, steps)
+        if not waits_for_validation(schedule):
+            warmup = _SettingsAlone(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    if not trainer_takes_steps(run):
-        raise BadInputError(f"{what} needs each validation's loss, of which the loop of this run does not tell it.")
     if objective_of(run).higher_is_better:
         raise BadInputError(f"{what} waits for a lower loss, but this task is validated by a score that is to rise.")
     if max(schedule.min_lrs) > run.peak_learning_rate:

@@ -24,9 +24,9 @@ from common.models.loading import weight_dtype
 from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
+from common.training.answer_logits import loss_is_chunked, on_device
 from common.training.chunked_loss import losses_or_logits
 from common.training.known_padding import padding_known
-from common.training.strategy import loss_is_chunked, on_device
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -207,6 +207,11 @@ class TimedStage(PipelineStage):
 # -- schedules
 
 
+def pipeline_of(stage: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> "Pipeline":
+    """Return the pipeline of this rank's `stage`, from `trained_stage`, whose schedule is the run's."""
+    return Pipeline(StageModule(stage, run, rank), run, rank)
+
+
 class Pipeline:
     """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept.
 
@@ -229,7 +234,7 @@ class Pipeline:
 
         `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
         `attention_mask` have shape (rows, tokens), and a decoder's is told where to compute logits
-        (`Strategy.inputs_for_loss`). The loss is a sum over labelled tokens over `loss_divisor`, so that
+        (`Part.inputs_for_loss`). The loss is a sum over labelled tokens over `loss_divisor`, so that
         uneven micro-batches weigh what they should. `schedule` and `micro_batches` stand in for the run's.
 
         Returns:

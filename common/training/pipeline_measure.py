@@ -13,9 +13,9 @@ from accelerate.utils import gather_object, wait_for_everyone
 
 from common.hardware.devices import MIB
 from common.runtime.memory_tracker import MemoryTracker, watch_gradients
-from common.training.loop import LoopTrainer
+from common.training.answer_logits import Batch
+from common.training.loop import TrainingLoop
 from common.training.pipeline import Pipeline
-from common.training.strategy import Batch
 
 NAIVE = ("gpipe", 1)
 """Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
@@ -36,7 +36,7 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
 
 
 def measure_pipeline(
-    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
+    loop: TrainingLoop, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
 ) -> dict[str, object] | None:
     """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
@@ -49,13 +49,13 @@ def measure_pipeline(
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
         None where there are fewer micro-batches than stages, which 1F1B cannot run.
     """
-    pipeline, rank = trainer.strategy.pipeline, trainer.rank
+    pipeline, rank = loop.part.pipeline, loop.rank
     stages, count = rank.world_size, pipeline.micro_batches
     if count < stages:
         return None
     schedules = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
-    batches = full_batches(trainer, steps)
-    naive_s = slowest_s(trainer, batches[:1], step_by(pipeline, *NAIVE))
+    batches = full_batches(loop, steps)
+    naive_s = slowest_s(loop, batches[:1], step_by(pipeline, *NAIVE))
     batches = batches[: max(1, round(TIMED_S / naive_s))]
     times: defaultdict[str, list[float]] = defaultdict(list)
     idle_shares: defaultdict[str, list[list[float]]] = defaultdict(list)
@@ -63,15 +63,13 @@ def measure_pipeline(
     for number in range(rounds + 1):
         for name, schedule in schedules.items():
             pipeline.clock.forget()
-            times[name].append(slowest_s(trainer, batches, step_by(pipeline, *schedule)))
+            times[name].append(slowest_s(loop, batches, step_by(pipeline, *schedule)))
             idle_shares[name].append(pipeline.idle_shares())
         for stage, parts in product(range(stages), (1, count)):
             own = batches if rank.rank == stage else []
-            alone_s = slowest_s(trainer, own, partial(pipeline.bare_step, micro_batches=parts))
+            alone_s = slowest_s(loop, own, partial(pipeline.bare_step, micro_batches=parts))
             times[f"stage {stage} alone, {parts}"].append(alone_s)
-        times["all stages at once"].append(
-            slowest_s(trainer, batches, partial(pipeline.bare_step, micro_batches=count))
-        )
+        times["all stages at once"].append(slowest_s(loop, batches, partial(pipeline.bare_step, micro_batches=count)))
         if rank.is_main:
             seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in schedules)
             tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
@@ -85,8 +83,8 @@ def measure_pipeline(
         "step_s": step_s,
         "ideal_idle_share": ideal_idle_share(stages, count),
         "idle_share": idle,
-        "passes": {name: passes_of(trainer, batches[0], *each) for name, each in schedules.items()},
-        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *each) for name, each in schedules.items()},
+        "passes": {name: passes_of(loop, batches[0], *each) for name, each in schedules.items()},
+        "peak_activations_mib": {name: activations_mib(loop, batches[0], *each) for name, each in schedules.items()},
     }
 
 
@@ -95,15 +93,15 @@ def step_by(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[
     return partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=micro_batches)
 
 
-def slowest_s(trainer: LoopTrainer, batches: list[Batch], work: Callable[[Batch], object]) -> float:
+def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Callable[[Batch], object]) -> float:
     """Return the seconds that the slowest rank takes to `work` on its `batches`, begun together."""
     wait_for_everyone()
     start_s = time.perf_counter()
     for batch in batches:
         work(batch)
-    if trainer.rank.device != "cpu":
+    if loop.rank.device != "cpu":
         torch.accelerator.synchronize()
-    trainer.optimizer.zero_grad()
+    loop.optimizer.zero_grad()
     return max(gather_object([time.perf_counter() - start_s]))
 
 
@@ -144,38 +142,38 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
     }
 
 
-def full_batches(trainer: LoopTrainer, count: int) -> list[Batch]:
+def full_batches(loop: TrainingLoop, count: int) -> list[Batch]:
     """Return some batches of training, of as many rows as the run asks for; where there are fewer, of all."""
-    size = trainer.args.per_device_train_batch_size
-    steps = list(trainer.batches.steps())
-    full = [rows for rows in steps if len(rows) >= size] or steps
-    return [trainer.batches_of(rows)[0] for rows in full[:count]]
+    steps = list(loop.batches.steps())
+    full = [rows for rows in steps if len(rows) >= loop.run.per_device_train_batch_size] or steps
+    first = (loop.own_batches(rows)[0] for rows in full[:count])
+    return [loop.batch_of([loop.train_rows[row] for row in rows]) for rows in first]
 
 
 def passes_of(
-    trainer: LoopTrainer, batch: Batch, schedule: str, micro_batches: int
+    loop: TrainingLoop, batch: Batch, schedule: str, micro_batches: int
 ) -> list[list[tuple[str, int, float, float]]]:
     """Return when each stage worked on which micro-batch in one step, by stage, the same on every rank.
 
     A pass is its kind, its micro-batch, its start and its end, in seconds.
     """
     wait_for_everyone()
-    trainer.strategy.pipeline.train_step(batch, 1.0, schedule, micro_batches)
-    trainer.optimizer.zero_grad()
-    return gather_object([trainer.strategy.pipeline.clock.last_passes()])
+    loop.part.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+    loop.optimizer.zero_grad()
+    return gather_object([loop.part.pipeline.clock.last_passes()])
 
 
-def activations_mib(trainer: LoopTrainer, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
+def activations_mib(loop: TrainingLoop, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
     """Return the most that activations and logits took at once in a step, in MiB (2^20 bytes), by stage."""
-    tracker = MemoryTracker(vocab_size=trainer.strategy.pipeline.module.causal.config.vocab_size, rounded_to=1)
-    for weight in trainer.model.parameters():
+    tracker = MemoryTracker(vocab_size=loop.part.pipeline.module.causal.config.vocab_size, rounded_to=1)
+    for weight in loop.model.parameters():
         tracker.add(weight, "weights")
-    hooks = watch_gradients(trainer.model, tracker)
+    hooks = watch_gradients(loop.model, tracker)
     with tracker:
         tracker.enter("step")
-        trainer.strategy.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+        loop.part.pipeline.train_step(batch, 1.0, schedule, micro_batches)
     for hook in hooks:
         hook.remove()
-    trainer.optimizer.zero_grad()
+    loop.optimizer.zero_grad()
     parts = tracker.timeline["step"]
     return gather_object([(parts["activations"] + parts["logits"]) / MIB])

@@ -1,4 +1,4 @@
-"""Pipeline parallel as a strategy: what the stages do in a step and agree on, and the parts saved as one model."""
+"""A stage of a pipeline as what a rank holds: what the stages agree on, and the parts saved as one model."""
 
 from pathlib import Path
 
@@ -6,33 +6,35 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, wait_for_everyone
-from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
 from common.models.saved_files import planned_files, write_index
 from common.models.shards import byte_count
-from common.models.stages import Sharing, StageMap
+from common.models.stages import Sharing
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
-from common.training.digests import begin_hashing
-from common.training.pipeline import Pipeline, StageModule, trained_stage
-from common.training.strategy import Batch, Model, Strategy
-
-OPTIMIZER_FILE = "optimizer-stage{}.pt"
+from common.training.answer_logits import Batch, Model
+from common.training.part import Part, clip_divided
+from common.training.pipeline import Pipeline
 
 
-class PipelineParallel(Strategy):
-    """Every rank holds a stage, and goes through the same rows in the same order."""
+class Stage(Part):
+    """Some layers of the model, in a pipeline; all ranks go through the same rows in the same order."""
 
-    measures_usage = saves_in_background = False
-    divides_checkpoints = True
+    is_whole = False
+
+    def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
+        """`module` comes from `pipeline_of`, and times its passes."""
+        self.pipeline = module
+        super().__init__(module.module.model, run, rank)
+        self.measures_usage = False
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -54,24 +56,17 @@ class PipelineParallel(Strategy):
                 "go to 2.5 (mp)."
             ) from None
 
-    def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return this rank's layers."""
-        return trained_stage(self.run, stage_map, self.rank)
+    @override
+    def back_propagate(self, batch: Batch, label_count: int) -> None:
+        self.pipeline.train_step(batch, label_count)
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Put the stage into a pipeline, which times its passes."""
-        super().attach(model)
-        self.pipeline = Pipeline(StageModule(model, self.run, self.rank), self.run, self.rank)
-
-    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Send every micro-batch through all stages and back; the loss is known to the last stage."""
-        return self.pipeline.train_step(batch, num_items_in_batch)
-
+    @override
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what hidden states and their gradients are received in."""
         return self.pipeline.receive_buffers()
 
-    def finish_gradients(self) -> None:
+    @override
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Add up the gradients of tied embeddings, and clip by the norm over the whole model.
 
         First and last stage each have a copy of tied embeddings; its gradient is the sum of both.
@@ -79,14 +74,10 @@ class PipelineParallel(Strategy):
         tied = self._tied_weight()
         if tied is not None:
             tied.grad = sum_of_first_and_last(tied.grad, self.rank)
-        if not self.run.max_grad_norm:
-            return
-        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
         copy = tied if not self.rank.is_main else None  # counted on the first stage
-        norm = get_total_norm([weight.grad for weight in trained if weight is not copy])
-        squares = norm.to(self.rank.device).float() ** 2  # of no gradients it is on the host, where NCCL sums nothing
-        dist.all_reduce(squares)
-        clip_grads_with_norm_(trained, self.run.max_grad_norm, squares.sqrt())
+        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
+        counted = [weight.grad for weight in trained if weight is not copy]
+        return clip_divided(self.gradients(), counted, [], max_norm, self.rank.device)
 
     def _tied_weight(self) -> torch.nn.Parameter | None:
         """Return this stage's copy of trained embeddings that are also the head; None elsewhere."""
@@ -97,13 +88,15 @@ class PipelineParallel(Strategy):
         ends = causal.get_input_embeddings() if self.rank.is_main else causal.get_output_embeddings()
         return ends.weight if ends.weight.requires_grad else None
 
-    def fill(self, batch: list[Tokens]) -> list[Tokens]:
-        """Fill a batch up with rows without labels until the micro-batches divide it."""
-        missing = -len(batch) % self.run.micro_batches
-        return [*batch, *[without_labels(batch[-1])] * missing]
+    @override
+    def fill(self, rows: list[Tokens]) -> list[Tokens]:
+        """Return a batch filled up with rows without labels until the micro-batches divide it."""
+        missing = -len(rows) % self.run.micro_batches
+        return [*rows, *[without_labels(rows[-1])] * missing]
 
+    @override
     def sums(self, batch: Batch) -> torch.Tensor:
-        """Return the sums that the last stage knows; see `Strategy.sums`."""
+        """Return the sums that the last stage knows; see `Part.sums`."""
         if self.takes_logits_to_keep:  # of a large vocabulary, only where some row has a label
             targets = (batch["shift_labels"] != IGNORED_LABEL).sum().float().to(self.rank.device)
             return torch.stack([self.pipeline.validate(batch), targets])
@@ -113,44 +106,26 @@ class PipelineParallel(Strategy):
             logits = torch.zeros(len(labels), self.pipeline.module.causal.config.num_labels, device=self.rank.device)
         return self.objective.results(logits, labels).sum(0)
 
+    @override
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return the last stage's `value`, on every rank."""
         dist.broadcast(value, src=self.rank.world_size - 1)
         return value
 
+    @override
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Return the logits of all rows on the last stage, see `Strategy.logits`."""
-        return self.pipeline.logits(batch)
+        return self.pipeline.logits(batch)  # on the last stage
 
-    def save(self, folder: Path) -> None:
-        """Write the stages as parts of one model, and each stage's optimizer."""
-        self.save_weights(folder)
-        optimizer_file = folder / OPTIMIZER_FILE.format(self.rank.rank)
-        torch.save(self.optimizer.state_dict(), optimizer_file)
-        begin_hashing([optimizer_file])
-
-    def save_weights(self, folder: Path) -> None:
-        """Write the stages as parts of one model."""
-        begin_hashing(save_parts(self.model, folder, self._sharing))
-
-    def load(self, folder: Path) -> None:
-        """Take back this stage's part of the weights, and its optimizer."""
-        self.load_weights(folder)
-        states = torch.load(folder / OPTIMIZER_FILE.format(self.rank.rank), map_location="cpu", weights_only=True)
-        self.optimizer.load_state_dict(states)
-
-    def load_weights(self, folder: Path) -> None:
-        """Take back this stage's part of the weights."""
-        load_parts(self.model, folder)
-
+    @override
     def export(self, folder: Path) -> None:
         """Write the stages as one model; see `save_parts`."""
-        save_parts(self.model, folder, self._sharing)
+        save_parts(self.model, folder, Sharing(self.rank.rank, self.rank.world_size, group=0, groups=1))
 
-    @property
-    def _sharing(self) -> Sharing:
-        return Sharing(self.rank.rank, self.rank.world_size, group=0, groups=1)
+    @override
+    def free(self) -> None:
+        """Leave the pipeline, whose schedules have buffers."""
 
+    @override
     def for_record(self) -> dict[str, object]:
         """Return each stage's seconds of work, and its share of the steps' time in which it waited.
 
@@ -167,6 +142,7 @@ class PipelineParallel(Strategy):
             raise RuntimeError(f"Stage {of_stages['busy_s'].argmin()} of {len(of_stages)} computed nothing.")
         return {"stages": of_stages.rename_axis("stage").reset_index().to_dict("records")}
 
+    @override
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of all stages together are trained, and how many multiply."""
         causal, copy = self.pipeline.module.causal, None
@@ -253,15 +229,3 @@ def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> list[
         file_of_all = {name: file for files, *_ in parts for name, file in files.items()}
         write_index(folder, file_of_all, *(sum(part[place] for part in parts) for place in (1, 2)))
     return [folder / name for name in dict.fromkeys(file_of.values())]
-
-
-def load_parts(model: Model, folder: Path) -> None:
-    """Load this stage's weights from what `save_parts` wrote."""
-    if isinstance(model, PeftModel):
-        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
-        return
-    own = model.state_dict()
-    for path in folder.glob("model-*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in set(file.keys()) & own.keys():
-                own[name].copy_(file.get_tensor(name))

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 
@@ -16,49 +17,50 @@ from common.hardware.devices import CPU_DEVICE, Gpu
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
-from common.runtime.recorder import RunRecorder
-from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
-from common.training.trainer import AuditedTrainer
+from common.training.optimizers import waits_for_validation
+
+if TYPE_CHECKING:
+    from common.training.loop import TrainingLoop
 
 COUNTED_ROWS = 10_000
 """Of more rows than these, so many are counted: a second on one core."""
 
 
-def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object]]:
+def check_training(loop: "TrainingLoop") -> list[dict[str, object]]:
     """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
 
     Raises:
         RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
             than once per optimizer step that was taken.
     """
-    work = trainer.work
+    work, rank = loop.work, loop.rank
     machine = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")  # torchrun's, or Ray's
     place = {"rank": rank.rank, "host": f"machine{machine}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
-        if share["samples"] == 0 and steps_have_rows(trainer, share["rank"]):
+        if share["samples"] == 0 and steps_have_rows(loop, share["rank"]):
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
-    rows_by_rank = trainer.strategy.own_rows([share.pop("rows") for share in shares])
-    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), resumes=trainer.first_step > 0)
-    scheduled, skipped = trainer.lr_scheduler.last_epoch, trainer.skips.steps
-    if scheduled + skipped != trainer.state.global_step:
+    rows_by_rank = loop.part.own_rows([share.pop("rows") for share in shares])
+    check_rows_seen(rows_by_rank, len(loop.train_rows), row_uses(loop), resumes=loop.saver.first_step > 0)
+    scheduled, skipped, taken = loop.schedule.last_epoch, loop.skipped_steps, loop.state.global_step
+    if scheduled + skipped != taken and not waits_for_validation(loop.schedule):
         raise RuntimeError(
-            f"The learning rate took {scheduled} steps, training {trainer.state.global_step}, of which {skipped} were "
-            "skipped."
+            f"The learning rate took {scheduled} steps, training {taken}, of which {skipped} were skipped."
         )
     return shares
 
 
-def steps_have_rows(trainer: AuditedTrainer, rank: int) -> bool:
+def steps_have_rows(loop: "TrainingLoop", rank: int) -> bool:
     """Return whether the steps of this run have a row for a rank: an epoch's last step may have fewer than ranks."""
-    batches = trainer.batches
-    steps_per_epoch = -(-len(batches) // batches.accumulation_steps)
-    for step in range(trainer.first_step, trainer.state.global_step):
-        batches.set_epoch(step // steps_per_epoch)
-        at_once = batches.micro_batches(batches.rows_of_step(step))
-        if any(batches.share(rows, rank % batches.world_size) != [NO_ROW] for rows in at_once):
-            return True
+    batches, per_epoch = loop.batches, loop.steps_per_epoch
+    for epoch in range(loop.saver.first_step // per_epoch, -(-loop.state.global_step // per_epoch)):
+        batches.set_epoch(epoch)
+        for step, rows in enumerate(batches.steps(), epoch * per_epoch):
+            is_taken = loop.saver.first_step <= step < loop.state.global_step
+            shares = (batches.share(each, rank % batches.world_size) for each in batches.micro_batches(rows))
+            if is_taken and any(share != [NO_ROW] for share in shares):
+                return True
     return False
 
 
@@ -86,58 +88,60 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         )
 
 
-def row_uses(trainer: AuditedTrainer) -> int:
+def row_uses(loop: "TrainingLoop") -> int:
     """Return how many rows the finished steps of this run had room for."""
-    row_count, batches = len(trainer.train_dataset), trainer.batches
-    steps_per_epoch = -(-len(batches) // batches.accumulation_steps)
+    row_count = len(loop.train_rows)
 
     def until(step: int) -> int:
-        epochs, rest_steps = divmod(step, steps_per_epoch)
-        return epochs * row_count + min(rest_steps * batches.rows_per_step, row_count)
+        epochs, rest_steps = divmod(step, loop.steps_per_epoch)
+        return epochs * row_count + min(rest_steps * loop.batches.rows_per_step, row_count)
 
-    return until(trainer.state.global_step) - until(trainer.first_step)
+    return until(loop.state.global_step) - until(loop.saver.first_step)
 
 
-def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], log: RunRecorder) -> dict[str, object]:
-    """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint.
+def training_figures(loop: "TrainingLoop") -> dict[str, object]:
+    """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint; called on every rank.
 
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
-    leave it out; `saves` has how long training waited for checkpoints. `world` comes from `check_training`.
+    leave it out; `saves` has how long training waited for checkpoints.
     """
+    log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
-    history, run = trainer.state.log_history, log.run
-    train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
-    tokens = sum(trainer.strategy.own_rows([share["tokens"] for share in world]))
+    train_time_s, reporting_s = log.phases_s["training"], loop.work.reporting_s
+    tokens = sum(loop.part.own_rows([share["tokens"] for share in loop.world]))
+    history, resumed = state.log_history, loop.saver.resumes_from
     accuracies = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]  # with classification
     return {
-        "world": world,
+        "world": loop.world,
         "effective_batch_size": run.effective_batch_size,
         "peak_learning_rate": run.peak_learning_rate,
-        "steps": trainer.state.global_step,
-        "skipped_steps": trainer.skips.steps,
+        "steps": state.global_step,
+        "skipped_steps": loop.skipped_steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
-        "saves": trainer.saves.for_record(),
-        **speed_figures(trainer, run, tokens / (train_time_s - reporting_s), log.gpu()),
-        **trainer.updates.figures(),
+        "saves": loop.saver.done.for_record(),
+        **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
+        **loop.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
         **({"validation_accuracies": accuracies, "best_accuracy": max(v for _, v in accuracies)} if accuracies else {}),
         "checkpoints": {
-            "best": Path(trainer.state.best_model_checkpoint or "").name,
-            "went_on_from": trainer.resume_checkpoint.name if trainer.resume_checkpoint else None,
+            "best": Path(state.best_model_checkpoint or "").name,
+            "went_on_from": resumed.name if resumed else None,
         },
+        **loop.part.for_record(),
     }
 
 
-def speed_figures(trainer: AuditedTrainer, run: RunConfig, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
+def speed_figures(loop: "TrainingLoop", tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
     """Return tokens per second, trained weights, FLOPs per token and MFU; called on every rank.
 
     `tokens_per_s` is that of all devices, which are `gpu`s.
     """
-    trained, multiplied = trainer.strategy.parameter_counts()
-    flops = training_flops(run, trainer.train_dataset, trained, multiplied)
+    run = loop.run
+    trained, multiplied = loop.part.parameter_counts()
+    flops = training_flops(run, loop.train_rows, trained, multiplied)
     flops_per_s = tokens_per_s * flops["flops_per_token"] / run.devices
     return {
         "tokens_per_s": tokens_per_s,

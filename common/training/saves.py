@@ -48,11 +48,10 @@ class CheckpointSize:
 def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> CheckpointSize:
     """Return the size of `run`'s checkpoints; `model_weights`: all of the model's, also where a rank holds parts.
 
-    With adapters a checkpoint has what is trained alone.
+    A checkpoint has what is trained alone.
     """
-    weights = list(model_weights)
-    trained = [weight for weight in weights if weight.requires_grad]
-    saved_bytes = sum(map(_whole_bytes, trained if run.method.has_adapters else weights))
+    trained = [weight for weight in model_weights if weight.requires_grad]
+    saved_bytes = sum(map(_whole_bytes, trained))
     # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
     per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
     # None: two states as wide as the weight, as Adam has
@@ -144,27 +143,6 @@ class SaveSchedule(TrainerCallback):
         self.saved_step, self.met_step, self.next_meeting = step, step, step + 1
         self.saved_s = self.met_s = time.perf_counter()
         self.due_step = math.inf
-
-
-# -- what is copied first
-
-
-@dataclass
-class CopiedCheckpoint:
-    """A checkpoint as it is after a step, of which nothing is written yet.
-
-    Attributes:
-        parts: A copy of what this rank writes, in the host's memory; None: nothing is copied, and training waits while
-            it is written.
-        state: The history until then.
-    """
-
-    folder: Path
-    about: dict[str, Any]
-    is_full: bool
-    byte_count: int
-    parts: dict[str, Any] | None
-    state: TrainerState
 
 
 # -- how long

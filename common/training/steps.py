@@ -1,24 +1,23 @@
 """Steps that the workflows share: load, evaluate before and after, train, save, and record."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data.rows import Splits, Tokens
-from common.data.splits import load_splits, tokens_of
+from common.data.rows import Splits
+from common.data.splits import load_splits, tokenized
 from common.models.answering import load_answering, sharing_of
+from common.models.freeing import free_model
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host
-from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.compiled_layers import as_written
 from common.training.counted_steps import count_steps
 from common.training.export import DeviceMap, save_and_reload
-from common.training.results import check_training, training_metrics
-from common.training.trainer import AuditedTrainer, free_model, make_trainer
+from common.training.loop import TrainingLoop
+from common.training.results import training_figures
 
 Tokenizer = PreTrainedTokenizerBase
 Metrics = dict[str, object]
@@ -31,11 +30,11 @@ def load(log: RunRecorder, device_map: DeviceMap | None = None) -> tuple[PreTrai
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 
-def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, Sequence[Tokens]]:
-    """Load tokenizer and rows, and turn the training rows into tokens, where no model is needed yet."""
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
+    """Load tokenizer and rows, and turn those of training and validation into tokens, where no model is needed yet."""
     with log.phase("load data"):
-        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
-        return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
+        tokenizer = load_tokenizer(log.run)
+        return tokenizer, tokenized(load_splits(log.run), tokenizer, log.run)
 
 
 def evaluate_before(
@@ -70,38 +69,24 @@ def _with_base(log: RunRecorder, model: PreTrainedModel | None, find: Callable[.
         return found
 
 
-def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Put adapters on the frozen base, or switch on its own weights; turn rows into tokens, and build the trainer."""
-    with log.phase("build trainer"):
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(with_trained_weights(model, log.run), tokenizer, rows, validation, log)
+def sum_up(loop: TrainingLoop) -> Metrics:
+    """Sum up what every rank did in training, for the record; on a CPU count the memory of a step."""
+    count_steps(loop)
+    return training_figures(loop)
 
 
-def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrainer], object] | None = None) -> Metrics:
-    """Train by the trainer's own loop or by `loop`, take the best checkpoint, and sum up what every rank did."""
-    with log.phase("training"):
-        if loop:
-            loop(trainer)
-        else:
-            trainer.train()
-        as_written(trainer.model)
-        world = check_training(trainer, log.rank)
-    count_steps(trainer, log.memory)
-    return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
-
-
-def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save adapter and merged model, and load both again: equal logits, or the run fails."""
     with log.phase("merge and reload"):
-        return save_and_reload(log, trainer, tokenizer)
+        return save_and_reload(log, loop, tokenizer)
 
 
 def save(
-    log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, device_map: DeviceMap | None = None
+    log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, device_map: DeviceMap | None = None
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save one whole model, and load it as any user would: the trained model's logits, or the run fails."""
     with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer, device_map)
+        return save_and_reload(log, loop, tokenizer, device_map)
 
 
 def evaluate_after(

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,17 +23,18 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.nn.utils import get_total_norm
 from transformers import PretrainedConfig
+from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.divided import Division, load_divided
 from common.models.loading import any_shape_config, model_without_weights
 from common.models.shards import local_part
-from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
-from common.training.strategy import Batch, Model, Strategy
+from common.runtime.world import Rank
+from common.training.answer_logits import Batch, Model
+from common.training.part import Part, clip_divided
 
 PLAN: dict[str, type[ParallelStyle]] = {
     "attention.self.query": ColwiseParallel,
@@ -53,8 +53,15 @@ AGREEMENT = 1e-7
 """By which a whole weight may differ between ranks."""
 
 
-class TensorParallel(Strategy):
-    """Every rank has the same rows, and its columns and rows of each layer's matrices."""
+class Columns(Part):
+    """Columns or rows of each layer's matrices; all ranks have the same rows of a batch."""
+
+    is_whole = False
+
+    def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
+        """Check that every matrix of the plan is divided, and nothing else; `module` comes from `load_split`."""
+        check_split(module, rank.world_size)
+        super().__init__(module, run, rank)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -65,55 +72,39 @@ class TensorParallel(Strategy):
         """
         check_divisible(any_shape_config(run.model, run.model_revision), run.devices)
 
-    def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the model with this rank's columns and rows of each layer's matrices, which alone it has loaded."""
-        # without names: PEFT would make adapters for this rank's part of a matrix, which `split_by_plan` divides
-        mesh = init_device_mesh(torch.device(self.rank.device).type, (self.rank.world_size,))
-        planned = planned_dimensions(model_without_weights(self.run))
-        base = load_divided(self.run, self.rank.device, Division(mesh, planned.get))
-        model = split_by_plan(with_trained_weights(base, self.run), mesh)
-        if self.rank.is_main:  # the others hold as much
-            print(f"tensor parallel: each rank {describe_split(model)}")
-        return model
+    @override
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        return clip_gradients(self.model.parameters(), max_norm, self.rank.device)
 
-    def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give divided weights parameter groups of their own."""
-        separate_groups(optimizer)
-
-    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
-        """Check that every matrix of the plan is divided, and nothing else."""
-        check_split(self.model, self.rank.world_size)
-        return super().prepare(optimizer, accelerator)
-
-    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add the gradients; hidden states and their gradients are summed over the ranks in both passes."""
-        loss = self.loss(batch, num_items_in_batch)
-        loss.backward()
-        return loss.detach()
-
-    def finish_gradients(self) -> None:
-        """Clip by the norm of the whole model's gradients."""
-        if self.run.max_grad_norm:
-            clip_gradients(self.model.parameters(), self.run.max_grad_norm)
-
+    @override
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return `value`: every rank knows it all."""
-        return value
+        return value  # every rank knows it all
 
+    @override
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Return all rows' logits, on every rank."""
         with self.autocast():
             return super().logits(batch)
 
+    @override
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Return one rank's rows, as all ranks have the same.
-
-        Raises:
-            RuntimeError: ranks worked on different rows, or their copies of a whole weight went apart.
-        """
         own = super().own_rows(of_ranks)
         check_whole_weights_agree(self.model)
         return own
+
+
+def load_split(run: RunConfig, rank: Rank) -> Model:
+    """Return the model to train with this rank's columns and rows of each layer's matrices, which alone it has loaded.
+
+    Called on every rank.
+    """
+    # without names: PEFT would make adapters for this rank's part of a matrix, which `split_by_plan` divides
+    mesh = init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
+    planned = planned_dimensions(model_without_weights(run))
+    base = load_divided(run, rank.device, Division(mesh, planned.get))
+    model = split_by_plan(with_trained_weights(base, run), mesh)
+    if rank.is_main:  # the others hold as much
+        print(f"tensor parallel: each rank {describe_split(model)}")
+    return model
 
 
 # -- the plan
@@ -263,33 +254,12 @@ def check_whole_weights_agree(model: torch.nn.Module) -> None:
 # -- steps
 
 
-def separate_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Move what is a DTensor into parameter groups of its own, with the same settings; before a scheduler is built.
+def clip_gradients(weights: Iterable[torch.Tensor], max_norm: float, device: str) -> torch.Tensor:
+    """Return the norm of the whole model's gradients, and scale them to `max_norm` as `clip_grad_norm_` does.
 
-    PyTorch's `foreach` and `fused` steps take no list with both kinds.
+    What every rank has whole counts once. Called on every rank.
     """
-    for group in list(optimizer.param_groups):
-        divided = [weight for weight in group["params"] if isinstance(weight, DTensor)]
-        if 0 < len(divided) < len(group["params"]):
-            group["params"] = [weight for weight in group["params"] if not isinstance(weight, DTensor)]
-            optimizer.add_param_group({**group, "params": divided})
-
-
-def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Clip by the norm of all gradients, in place, as `clip_grad_norm_` does on one device; on every rank.
-
-    Squares of divided gradients are summed over the ranks; what every rank has whole counts once.
-
-    Returns:
-        The norm before.
-    """
-    gradients = [weight.grad for weight in parameters if weight.grad is not None]
-    divided = [gradient for gradient in gradients if split_dimension(gradient) is not None]
-    parts = [gradient.to_local() for gradient in divided]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    divided = [gradient.to_local() for gradient in gradients if split_dimension(gradient) is not None]
     whole = [local_part(gradient) for gradient in gradients if split_dimension(gradient) is None]
-    squares = get_total_norm(parts) ** 2
-    if divided:
-        dist.all_reduce(squares, group=divided[0].device_mesh.get_group())
-    norm = (squares + get_total_norm(whole) ** 2).sqrt()
-    torch._foreach_mul_(parts + whole, (max_norm / (norm + 1e-6)).clamp(max=1))
-    return norm
+    return clip_divided(divided + whole, divided, whole, max_norm, device)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: its engine makes the step; the loop and the reports are those of the other strategies."""
+"""DeepSpeed's ZeRO: its engine divides what is trained, exchanges gradients in the backward pass, and steps."""
 
 import importlib.util
 import os
@@ -8,30 +8,35 @@ from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
+from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.divided import load_rows, mesh_of
-from common.models.loading import next_token_logits
 from common.models.saved_files import save_weights
 from common.models.shards import byte_count, gathered, global_numel, local_part, return_freed_memory
-from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import weights_in_files
+from common.runtime.world import Rank
+from common.training.answer_logits import Batch, Model
+from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
-from common.training.digests import begin_hashing
+from common.training.part import Part
 from common.training.safe_loading import load_zero_state
-from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_share, optimizer_bytes
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 COMPILED = "deepspeed_shm_comm"
 """DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
@@ -59,10 +64,46 @@ def is_compiled() -> bool:
     return any(root.glob(f"**/{COMPILED}/*.so"))
 
 
-class Zero(Strategy):
-    """Every rank holds its part of the optimizer's states (stage 1), also of gradients (2), also of weights (3)."""
+def load_for_zero(run: RunConfig, rank: Rank) -> Model:
+    """Return the model to train on this rank's device, with stage 3 its part; called on every rank.
 
-    saves_in_background = autocasts = False
+    Each rank reads rows of every weight, and the adapters are put on these, since DeepSpeed's own parts have no shape;
+    then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for stage 3 has every
+    rank hold the whole model on its host.)
+    """
+    if run.device == "cpu" and rank.is_main and not is_compiled():
+        print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
+    # its names for collectives are older than PyTorch's: it says so at every call
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    if zero_stage(run) < 3:
+        return load_replica(run, rank)
+    mesh = mesh_of(rank, run)
+    model = with_trained_weights(load_rows(run, rank, mesh, run.offload == "cpu"), run)
+    hand_over(model, _config(run, model), mesh)
+    return model.to(rank.device)  # buffers
+
+
+def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) -> "DeepSpeedEngine":
+    """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
+    import deepspeed  # here: runs without ZeRO need none
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(run, model))
+    return engine
+
+
+def _config(run: RunConfig, model: Model) -> dict[str, Any]:
+    return with_sizes(deepspeed_config(run), model.config.hidden_size)
+
+
+class ZeroPart(Part):
+    """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
+
+    is_whole = autocasts = False
+
+    def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
+        """`module` comes from `zero_engine`."""
+        self.engine = module
+        super().__init__(module, run, rank)
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -73,55 +114,26 @@ class Zero(Strategy):
         """
         check_deepspeed()
 
-    def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the model on this rank's device, with stage 3 its part.
+    @override
+    def model_in(self, module: "DeepSpeedEngine") -> Model:
+        return module.module
 
-        Each rank reads rows of every weight, and the adapters are put on these, since DeepSpeed's own parts have no
-        shape; then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for
-        stage 3 has every rank hold the whole model on its host.)
-        """
-        if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
-            print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
-        # its names for collectives are older than PyTorch's: it says so at every call
-        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-        if zero_stage(self.run) < 3:
-            return super().load_model(stage_map)
-        mesh, offloads = mesh_of(self.rank, self.run), self.run.offload == "cpu"
-        model = with_trained_weights(load_rows(self.run, self.rank, mesh, offloads), self.run)
-        hand_over(model, self._config(model), mesh)
-        return model.to(self.rank.device)  # buffers
+    @property
+    @override
+    def called(self) -> torch.nn.Module:
+        return self.engine
 
-    def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Leave empty groups out: DeepSpeed drops them, and the schedule would count others than there are."""
-        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+    @override
+    def back_propagate(self, batch: Batch, label_count: int) -> None:
+        self.engine.backward(self.loss(batch, label_count), scale_wrt_gas=False)
 
-    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
-        """Hand model and optimizer to DeepSpeed's engine."""
-        import deepspeed  # here: runs without ZeRO need none
-
-        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config(self.model))
-        return super().prepare(optimizer, accelerator)
-
-    def _config(self, model: Model) -> dict[str, Any]:
-        return with_sizes(deepspeed_config(self.run), model.config.hidden_size)
-
-    def forward(self, **inputs: Any) -> Any:
-        """Return the output of the engine, which gathers what stage 3 has divided."""
-        return self.engine(**inputs)
-
-    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add the gradients, which are summed over the ranks after the last batch of a step."""
-        self.engine.set_gradient_accumulation_boundary(is_last)
-        loss = self.loss(batch, num_items_in_batch)
-        # DeepSpeed takes the mean over ranks, but each loss is a part of the sum
-        self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
-        return loss.detach()
-
+    @override
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts, which DeepSpeed keeps in its optimizer, and what it has not divided."""
         parts_of_groups = self.engine.optimizer.averaged_gradients.values()
         return [part for parts in parts_of_groups if parts for part in parts] + super().gradients()
 
+    @override
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what DeepSpeed's optimizer has: its fp32 copy of the weights, and what it collects gradients in."""
         attributes = {
@@ -132,41 +144,40 @@ class Zero(Strategy):
         tensors = [leaf for leaf in (*leaves, *of_objects) if isinstance(leaf, torch.Tensor)]
         return [tensor for tensor in tensors if not tensor.is_meta]
 
+    @override
     def forget_gradients(self) -> None:
-        """Forget this rank's parts of the gradients, too."""
         super().forget_gradients()
         self.engine.optimizer.averaged_gradients.clear()
 
-    def finish_gradients(self) -> None:
-        """Leave the gradients to DeepSpeed, which clips them in its step."""
+    @override
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Return the norm of this rank's gradients; DeepSpeed clips in its step."""
+        return get_total_norm(self.gradients())
 
-    def update(self) -> None:
+    @override
+    def step(self) -> None:
         """Have DeepSpeed clip, step, and hand the new weights round."""
         self.engine.step()
 
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's logits by the engine, see `Strategy.logits`."""
-        return next_token_logits(self.engine, batch)
+    @override
+    def state(self, is_full: bool) -> dict[str, Any]:
+        """Return nothing: DeepSpeed writes by itself."""
+        return {"is_full": is_full}
 
-    def save(self, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint: each rank its part; with adapters of them alone."""
+    @override
+    def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
+        """Write DeepSpeed's own checkpoint, each rank its part; of best weights what is trained, from rank 0."""
+        if not state["is_full"]:  # DeepSpeed's checkpoints have the optimizer in any case
+            return save_weights(dict(self._trained_weights()), folder, self.rank.is_main)
         self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
-        begin_hashing((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
+        return list((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
 
-    def save_weights(self, folder: Path) -> None:
-        """Write what is trained from rank 0, file by file: DeepSpeed's checkpoints have the optimizer in any case."""
-        begin_hashing(save_weights(dict(self._trained_weights()), folder, self.rank.is_main))
-
-    def load(self, folder: Path) -> None:
-        """Take back this rank's part."""
-        self.engine.checkpoint_engine.load = load_zero_state  # its own would run what a file says
-        self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
-
-    def load_weights(self, folder: Path) -> None:
-        """Take back the weights, which the engine does not train any further; each rank its part."""
+    @override
+    def load(self, folder: Path, is_full: bool) -> None:
         stored = weights_in_files(folder)
         if not stored:  # a full state
-            self.load(folder)
+            self.engine.checkpoint_engine.load = load_zero_state  # its own would run what a file says
+            self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
             return
         import deepspeed  # `deepspeed.zero` is an attribute, and no module
 
@@ -179,6 +190,7 @@ class Zero(Strategy):
     def _trained_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [named for named in self.model.named_parameters() if named[1].requires_grad]
 
+    @override
     def free(self) -> None:
         """Free the engine, its fp32 copies, and this rank's parts of the weights, whoever else still has them."""
         parts = [weight.ds_tensor for weight in self.model.parameters() if hasattr(weight, "ds_tensor")]
@@ -186,8 +198,9 @@ class Zero(Strategy):
         self.engine.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = None
+        self.engine = self.module = None
 
+    @override
     def held(self) -> Held:
         """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
         zero = self.engine.optimizer
@@ -199,6 +212,7 @@ class Zero(Strategy):
             optimizer_bytes(zero.optimizer) + byte_count(copies),
         )
 
+    @override
     def held_by_one_device(self) -> Held:
         """Return what one device would hold: states and copy in fp32 where weights are bf16, to train as well."""
         whole = super().held_by_one_device()
@@ -207,6 +221,7 @@ class Zero(Strategy):
     def _trained(self) -> int:
         return sum(global_numel(weight) for _, weight in self._trained_weights())
 
+    @override
     def check_shard_memory(self, held: Held) -> None:
         """Check that optimizer states are divided from stage 1 on, and weights in stage 3.
 

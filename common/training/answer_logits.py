@@ -1,0 +1,79 @@
+"""Batches as a model takes them: on its device, with logits computed only where there is a label."""
+
+from inspect import signature
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL
+from common.tasks.objectives import objective_of
+from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
+
+Batch = dict[str, Any]
+"""A batch's tensors; of rows that lie end to end the longest row's tokens, too."""
+Model = PreTrainedModel | PeftModel
+
+
+def on_device(batch: Batch, device: str | torch.device) -> Batch:
+    """Return the model's inputs on `device`, without a wait for a GPU: what is not a tensor (or there) stays as it is.
+
+    From pinned memory a copy begins when the GPU comes to it, and the host goes on.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "row"}
+    if torch.device(device).type == "cpu":
+        return inputs
+    return {name: _sent(value, device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def _sent(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def takes_logits_to_keep(model: torch.nn.Module) -> bool:
+    """Return whether the model can be told where to compute logits."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in signature(base.forward).parameters
+
+
+def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
+    """Return whether the loss comes without whole logits."""
+    is_told = takes_logits_to_keep(model) or model.config.is_encoder_decoder
+    return objective_of(run).needs_losses_alone and is_told and takes_chunks(model.config)
+
+
+def chunk_loss(run: RunConfig, model: Model) -> bool:
+    """Let the model compute its loss in chunks if it can, and return whether it does; with Liger in validation alone.
+
+    A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
+    """
+    is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
+    if is_chunked:
+        compute_loss_in_chunks(model, in_training=not run.use_liger_kernel)
+    return is_chunked
+
+
+def tell_of_answers(batch: Batch, model: Model) -> Batch:
+    """Return a collated batch with the positions where logits are needed, or an encoder-decoder's `shift_labels`."""
+    if takes_logits_to_keep(model):
+        return keep_answer_logits(batch)
+    if model.config.is_encoder_decoder and takes_chunks(model.config):
+        return {**batch, "shift_labels": batch["labels"]}  # a decoder beside an encoder has its inputs shifted
+    return batch
+
+
+def keep_answer_logits(inputs: Batch) -> Batch:
+    """Return the batch, told to compute logits only where some row has an answer token to be predicted.
+
+    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
+    (rows, tokens); position t predicts token t + 1.
+    """
+    targets = inputs["labels"][:, 1:]
+    positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
+    if not len(positions):  # kernels such as Liger's do not take none
+        positions = torch.zeros(1, dtype=torch.long)
+    targets = targets[:, positions]
+    return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}

@@ -1,0 +1,395 @@
+"""What a rank holds of the model that is trained: all of it, or its part.
+
+A parallelism names its kind of part in `common.base.specs.PARALLELISMS`. How a step goes stands in the workflows; a
+part knows what is left: gradients clipped by the whole model's norm, validation, checkpoints, and one model at the end.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
+from typing_extensions import override
+
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL, Tokens
+from common.models.loading import next_token_logits
+from common.models.saved_files import save_model
+from common.models.separate_rows import separate_rows, without_mask
+from common.models.shards import byte_count, full_weights, global_numel, local_part
+from common.models.trained_weights import parameter_counts
+from common.runtime.world import Rank
+from common.tasks.objectives import objective_of
+from common.training.answer_logits import (
+    Batch,
+    Model,
+    chunk_loss,
+    on_device,
+    takes_logits_to_keep,
+    tell_of_answers,
+)
+from common.training.compiled_layers import compile_layers
+from common.training.known_padding import padding_known
+from common.training.safe_loading import SafePlanner, SafeReader
+from common.training.usage import Held, SentBytes, optimizer_bytes
+
+SHARDS = "shards"
+"""Folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them."""
+# of what every rank has whole, one writes all
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+"""States by their weights' names, which stages of a pipeline do not share; what is frozen is not in a checkpoint."""
+
+
+class Part:
+    """All of the model, on this rank: on one device, on several one after the other (mp), or a replica (DDP).
+
+    Attributes:
+        module: What is called in training: the model, or what stands around it.
+        model: What is trained.
+        is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
+        measures_usage: Whether what a rank holds and sends is measured in the second step.
+        autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
+    """
+
+    is_whole = autocasts = True
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
+        """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
+        self.run, self.rank, self.objective = run, rank, objective_of(run)
+        self.module = module
+        self.model = self.model_in(module)
+        self.measures_usage = rank.world_size > 1
+        self.usage = UsageReport(self)
+        self._set_up()
+
+    def model_in(self, module: torch.nn.Module) -> Model:
+        """Return what is trained, without what stands around it."""
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check what this kind of part needs, before anything is loaded.
+
+        Raises:
+            BadInputError: what is missing or does not fit, and what would.
+        """
+
+    def _set_up(self) -> None:
+        """Give the model its kernels, its loss in chunks, and borders between rows that lie end to end."""
+        if self.run.use_liger_kernel:
+            apply_liger_kernel(self.model, None)
+        self.takes_logits_to_keep = takes_logits_to_keep(self.model)
+        if self.objective.prepare:
+            self.objective.prepare(self.model)
+        self.takes_chunks = chunk_loss(self.run, self.model)
+        if self.run.is_padding_free and self.run.attention == "sdpa":
+            separate_rows(self.model)
+        if self.run.torch_compile:
+            compile_layers(self.model)
+
+    # -- a step
+
+    def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
+        """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
+        inputs = on_device(batch, self.rank.device)
+        with padding_known(batch), self.autocast():
+            if self.objective.pair_loss:
+                return self.objective.pair_loss(self.run, self.model, self.module, inputs) / label_count
+            if self.objective.loss is None or self.takes_chunks:
+                return self.module(**inputs, num_items_in_batch=label_count, use_cache=False).loss
+            labels = inputs.pop("labels")
+            return self.objective.loss(self.module(**inputs), labels, label_count)
+
+    def back_propagate(self, batch: Batch, label_count: int) -> None:
+        """Compute the gradients of a batch in a step that is none of training's, to count its memory."""
+        self.loss(batch, label_count).backward()
+
+    def autocast(self) -> torch.autocast:
+        """Return a context in which matrix products are in 16 bits, where the run asks for it."""
+        dtype = torch.float16 if self.run.precision == "fp16-mixed" else torch.bfloat16
+        enabled = self.autocasts and self.run.precision != "fp32"
+        return torch.autocast(torch.device(self.rank.device).type, dtype, enabled=enabled)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients as far as this rank holds them."""
+        return [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Return the norm of the whole model's gradients, and scale them down to `max_norm`; 0 = they stay."""
+        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
+        norm = get_total_norm([weight.grad for weight in weights])
+        if max_norm:
+            clip_grads_with_norm_(weights, max_norm, norm)
+        return norm
+
+    def step(self) -> None:
+        """Take the optimizer's step, and forget the gradients."""
+        self.optimizer.step()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of a step, taken or not."""
+        self.optimizer.zero_grad()
+
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return what this rank keeps between steps beside weights and optimizer states, such as DDP's buckets.
+
+        Called after a backward pass, before its gradients, which are views of the buckets, are forgotten.
+        """
+        if isinstance(self.module, DistributedDataParallel):
+            self._buckets = self.gradients() or getattr(self, "_buckets", [])
+            return self._buckets
+        return []
+
+    # -- rows
+
+    def inputs_for_loss(self, batch: Batch) -> Batch:
+        """Return a collated batch, told where to compute logits if the model can be told.
+
+        It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
+        """
+        if self.objective.pair_loss:
+            return batch
+        if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
+            batch = without_mask(batch)
+        batch = tell_of_answers(batch, self.model)
+        if self.takes_logits_to_keep and len(self.rank.devices) > 1 and not self.takes_chunks:
+            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()  # the head's device may be another
+        return batch
+
+    def fill(self, rows: list[Tokens]) -> list[Tokens]:
+        """Return the rows of a batch with those that it must be filled up with."""
+        return rows
+
+    def own_rows(self, of_ranks: list[Any]) -> list[Any]:
+        """Return, of what each rank did, that of the ranks with rows of their own.
+
+        Raises:
+            RuntimeError: ranks that were to work on the same rows did not.
+        """
+        if self.run.parallelism.splits_rows:
+            return of_ranks
+        if any(other != of_ranks[0] for other in of_ranks):
+            raise RuntimeError(f"With {self.run.parallelism.label} all ranks work on the same rows, but they did not.")
+        return of_ranks[:1]
+
+    # -- validation
+
+    @torch.no_grad()
+    def sums(self, batch: Batch) -> torch.Tensor:
+        """Return the sums of a validation batch's results (`Objective.results`), as far as this rank knows them."""
+        self.model.eval()
+        with self.autocast():
+            results = self.results(on_device(batch, self.rank.device))
+        self.model.train()
+        return results.sum(0)
+
+    def results(self, batch: Batch) -> torch.Tensor:
+        """Return what each row counts for (`Objective.results`), shape (rows, k), with dropout off.
+
+        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
+        vocabulary is large.
+        """
+        if self.objective.pair_results:
+            return self.objective.pair_results(self.run, self.model, batch)
+        if self.takes_chunks:
+            losses = self.called(**batch).token_losses
+            answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)
+            return torch.stack([losses.sum(1), answers.to(losses.device)], dim=1)
+        given = {name: tensor for name, tensor in batch.items() if name not in ("labels", "shift_labels")}
+        without_cache = {"use_cache": False} if self.takes_logits_to_keep else {}
+        logits, labels = self.called(**given, **without_cache).logits, batch["labels"]
+        if self.run.goal.converses and not self.takes_logits_to_keep:  # position t predicts token t + 1
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return self.objective.results(logits, labels.to(logits.device))
+
+    @property
+    def called(self) -> torch.nn.Module:
+        """What is called beside training: the model without DDP, whose hooks wait for other ranks."""
+        return self.model
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks together know of a loss, or of several sums; called on every rank."""
+        total = value.detach().clone()
+        if self.rank.world_size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Return the logits of a batch, fp32, shape (rows, tokens, vocabulary), with dropout off.
+
+        Called on every rank; None where this rank does not know them.
+        """
+        return next_token_logits(self.called, batch)
+
+    # -- checkpoints
+
+    def state(self, is_full: bool) -> dict[str, Any]:
+        """Return this rank's part of the trained weights, and of a full state also of the optimizer.
+
+        What is frozen does not change, and is not in a checkpoint.
+        """
+        trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
+        weights = get_model_state_dict(self.model).items()
+        parts = {"model": {name: weight for name, weight in weights if name in trained}}
+        if is_full:
+            parts["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        return parts
+
+    def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
+        """Write what `state` returned, and return this rank's files; nothing is gathered. Called on every rank."""
+        # to copy ahead of the writing it would ask for a stream of the thread's GPU, which is the first on every rank
+        writer = dcp.FileSystemWriter(folder / SHARDS, sync_files=False, per_thread_copy_ahead=0)
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=self.is_whole)
+        return list((folder / SHARDS).glob(f"__{0 if self.is_whole else self.rank.rank}_*"))
+
+    def load(self, folder: Path, is_full: bool) -> None:
+        """Take back weights, and optimizer, also from a checkpoint of another number of ranks."""
+        parts = self.state(is_full)
+        reader = SafeReader(str(folder / SHARDS))
+        dcp.load(parts, storage_reader=reader, planner=SafePlanner(), no_dist=self.is_whole)
+        set_model_state_dict(self.model, parts["model"], options=FLAT)
+        if is_full:
+            set_optimizer_state_dict(self.model, self.optimizer, parts["optimizer"], options=FLAT)
+
+    # -- one model of all parts
+
+    def export(self, folder: Path) -> None:
+        """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
+        if self.is_whole:
+            if self.rank.is_main:
+                self.model.save_pretrained(folder)
+        elif isinstance(self.model, PeftModel):
+            trained = [named for named in self.model.named_parameters() if named[1].requires_grad]
+            weights = full_weights(trained, self.rank.is_main)
+            if self.rank.is_main:
+                self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        else:
+            save_model(self.model, folder, self.rank.is_main)
+        wait_for_everyone()
+
+    def free(self) -> None:
+        """Free what is held beside model and optimizer, such as DDP's buckets, which are as large as all gradients."""
+        self.module, self._buckets = self.model, []
+
+    # -- for the record
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Return how many parameters of the whole model are trained, and how many multiply."""
+        return parameter_counts(self.model)
+
+    def held(self) -> Held:
+        """Return the bytes on this rank, between the backward pass and the optimizer's step."""
+        weights = byte_count(map(local_part, self.model.parameters()))
+        return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
+
+    def held_by_one_device(self) -> Held:
+        """Return what one device would hold, with Adam's two states."""
+        sizes = [(global_numel(each) * each.element_size(), each.requires_grad) for each in self.model.parameters()]
+        of_trained = sum(size for size, is_trained in sizes if is_trained)
+        return Held(sum(size for size, _ in sizes), of_trained, 2 * of_trained)
+
+    def check_shard_memory(self, held: Held) -> None:
+        """Check that what this rank holds is divided as it was asked for.
+
+        Raises:
+            RuntimeError: with both sizes.
+        """
+
+    def for_record(self) -> dict[str, object]:
+        """Return what was measured in training; called on every rank."""
+        return self.usage.for_record() if self.measures_usage else {}
+
+
+def clip_divided(
+    gradients: list[torch.Tensor],
+    divided: Iterable[torch.Tensor],
+    whole: Iterable[torch.Tensor],
+    max_norm: float,
+    device: str | torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Return the norm of a model whose gradients are `divided` among a group's ranks, but for some that all have.
+
+    This rank's `gradients` are scaled down to `max_norm`; 0 = they stay. Called on every rank of `group`.
+    """
+    # on this rank's own device: offloaded gradients, or none, are on the host, where NCCL sums nothing
+    squares = get_total_norm(list(divided)).to(device).float() ** 2
+    dist.all_reduce(squares, group=group)
+    norm = (squares + get_total_norm(list(whole)).to(device) ** 2).sqrt()
+    if max_norm and gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
+
+
+def part_class(run: RunConfig) -> type[Part]:
+    """Return the class of what a rank of the run holds."""
+    return resolve_name(run.parallelism.part)
+
+
+# -- what a rank holds and sends
+
+MEASURED_STEP = 2
+"""In the first step engines do what they do once, and the optimizer has no states yet."""
+
+
+class UsageReport(TrainerCallback):
+    """Measures what this rank holds and sends in the second step of a run."""
+
+    def __init__(self, part: Part) -> None:
+        """Measure what `part` holds and sends."""
+        self.part, self.sent, self.step = part, SentBytes(), 0
+        self.held: Held | None = None
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.step += 1
+        if self.step == MEASURED_STEP:
+            self.sent.__enter__()
+
+    @override
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.step == MEASURED_STEP:
+            self.held = self.part.held()
+            self.part.check_shard_memory(self.held)
+            print(f"holds: {self.held}")
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.step == MEASURED_STEP:
+            self.sent.__exit__(None, None, None)
+
+    def for_record(self) -> dict[str, object]:
+        """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
+        whole, sent = self.part.held_by_one_device(), self.sent.bytes_by_collective
+        return {
+            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)} if self.held else None,
+            "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
+        }

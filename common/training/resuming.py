@@ -1,0 +1,214 @@
+"""What a checkpoint says of its run, and whether another can resume from it: the same run, which may be longer."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from common.base.errors import BadInputError
+from common.base.run_config import LAST, RunConfig
+from common.base.specs import PARALLELISMS
+from common.data.rows import Splits
+from common.records.store import default_run_name
+from common.runtime.machines import digest_of_model, digest_of_rows
+from common.training.checkpoints import (
+    HOLDS,
+    WEIGHTS,
+    found_in,
+    has_full_state,
+    read_manifest,
+    steps_at,
+)
+
+FORM = 2
+"""Of a checkpoint's files, by which an older one's are told from it."""
+GROUPED = "group_by_length"
+KEPT = (
+    "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
+    "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
+    "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
+)  # fmt: skip
+"""Settings that a resumed run has as the checkpoint's; what other settings ask for is told by rows, ranks and steps, or
+may change: how long, how far, when to report and save, and by which kernels."""
+BY_MEASUREMENT = ("reduce_lr_on_plateau", "greedy")
+"""Schedules whose learning rate follows from what was measured, and cannot be set anew in between."""
+
+
+def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what a checkpoint says of its run, which a resumed run must share, but for its steps and learning rate.
+
+    Args:
+        run: As it trains.
+        rows: To train on.
+        data: What `digests_of` returns of its rows; None = they are not known.
+    """
+    settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
+    settings["target_modules"] = ",".join(sorted(run.target_names))
+    if run.goal.summarizes:
+        settings["partitions"] = run.partition_count
+    if run.parallelism.pipelines:
+        settings["device_map"] = run.device_map
+    return {
+        "form": FORM,
+        "technique": "lora" if run.method.has_adapters else "full",  # `lora` stands for any adapters
+        "parallel": run.parallel,
+        "ranks": run.world_size,
+        "rows_per_step": run.effective_batch_size,
+        "rows": rows,
+        "seed": run.seed,
+        "order": GROUPED if run.groups_by_length else "random",
+        "settings": settings,
+        "data": dict(data or {}),
+        "model": f"random weights of {run.model}" if run.weights == "random" else digest_of_model(run),
+        "steps": run.total_steps(rows),
+        "peak_learning_rate": run.peak_learning_rate,
+    }
+
+
+def digests_of(splits: Splits) -> dict[str, str]:
+    """Return how many rows a run learns from and chooses by, with digests of these in their order."""
+    parts = {"training": splits.train, "validation": splits.validation}
+    return {name: f"{len(rows):,} rows, digest {digest_of_rows(rows)}" for name, rows in parts.items()}
+
+
+def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str, str]) -> None:
+    """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
+
+    `rows`, `data`: as for `about_run`.
+
+    Raises:
+        BadInputError: see `check_resumable`; or nothing is left to train, or this run would move its folder away.
+    """
+    own_name = run.run_name or default_run_name(run, launcher)
+    own = run.results_folder(own_name)
+    if run.resume_from_checkpoint == LAST:
+        # a damaged one is named, and kept aside, when training begins
+        for newest in list(filter(has_full_state, found_in(own / "checkpoints")))[:1]:
+            _check_listed(newest, run, rows, data)
+        return
+    folder = Path(run.resume_from_checkpoint).expanduser()
+    steps = run.total_steps(_check_listed(folder, run, rows, data))
+    if steps_at(folder) >= steps:
+        raise BadInputError(
+            f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has "
+            f"{steps}: nothing is left to train; raise --num_train_epochs or --max_steps."
+        )
+    if folder.resolve().is_relative_to(own.resolve()):
+        raise BadInputError(
+            f"resume_from_checkpoint lies in the results of a run called {own_name}, as this one would be: pass "
+            f"--resume_from_checkpoint {LAST} to resume that run, or another --run_name."
+        )
+
+
+def _check_listed(folder: Path, run: RunConfig, rows: int, data: Mapping[str, str]) -> int:
+    """Refuse what cannot be resumed, and return how many rows are trained on: rows may be left out, or divided."""
+    about = read_manifest(folder)["about"]
+    known = run.max_truncated_fraction or (data and about.get("data"))
+    rows = about["rows"] if known else rows
+    check_resumable(run, rows, folder, about, data)
+    return rows
+
+
+def check_resumable(
+    run: RunConfig,
+    rows: int,
+    folder: Path,
+    about: Mapping[str, Any],
+    data: Mapping[str, str],
+) -> None:
+    """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
+
+    What an older checkpoint does not say is not compared.
+
+    Raises:
+        BadInputError: what it is of, and what the run is.
+    """
+    own = about_run(run, rows, data)
+    for reason in chain(_of_another_kind(run, own, about), _of_other_settings(own, about)):
+        raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
+
+
+def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a checkpoint's parts or rows are not this run's."""
+    if about.get("form") != FORM:
+        yield "that an older version of this repository wrote, in files that this one does not read: begin anew"
+    changed = "make them equal, or rows would be skipped or repeated"
+    parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
+    are_whole = all(each.is_single or each.replicates for each in parallelisms)
+    differs = {name: about[name] != own[name] for name in own if name in about}
+    problems = [
+        (
+            about.get(HOLDS) == WEIGHTS,
+            f"with the best weights alone: pass one with a full state, or --resume_from_checkpoint {LAST}",
+        ),
+        (
+            differs["parallel"] and not are_whole,
+            f"of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}",
+        ),
+        (
+            differs["technique"],
+            f"of {about['technique']}, but technique is {run.technique}: pass --technique {about['technique']}",
+        ),
+        (
+            differs["ranks"] and not run.parallelism.resumes_on_other_ranks,
+            f"of {about['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} fit no other "
+            f"number: pass --devices {about['ranks']}",
+        ),
+        (
+            differs["rows_per_step"],
+            f"of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
+            f"(per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): {changed}",
+        ),
+        (differs["rows"], f"with {about['rows']} training rows, but this run has {own['rows']}: {changed}"),
+        (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
+        (
+            differs["order"],
+            f"whose rows came in the order {about['order']}, but this run's order is {own['order']}: pass "
+            f"--train_sampling_strategy {about['order']}",
+        ),
+    ]
+    yield from (problem for is_one, problem in problems if is_one)
+
+
+def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield in what a checkpoint's run differs from this one, which goes on from it as the same run."""
+    anew = "leave --resume_from_checkpoint out to begin anew"
+    settings = own["settings"]
+    for name, was in about.get("settings", {}).items():
+        if name in settings and settings[name] != was:
+            yield f"with {name} {was}, but this run's is {settings[name]}: pass --{name} {was}, or {anew}"
+    if about.get("model", own["model"]) != own["model"]:
+        yield (
+            f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
+            f"it was trained on, or {anew}"
+        )
+    for split, digest in about.get("data", {}).items():
+        if own["data"].get(split, digest) != digest:
+            yield (
+                f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
+                f"rows in the same order, or {anew}"
+            )
+    rate, schedule = own["peak_learning_rate"], settings["lr_scheduler_type"]
+    rate_was = about.get("peak_learning_rate", rate)
+    if rate_was != rate and schedule in BY_MEASUREMENT:
+        yield (
+            f"with the learning rate {rate_was:g}, but this run's is {rate:g}, and the schedule {schedule} sets it "
+            f"by what was measured: pass the rate as it was, or {anew}"
+        )
+
+
+def say_changes(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> list[str]:
+    """Return lines of what a run that resumes does otherwise than before, or what could not be compared."""
+    if "settings" not in about:
+        return [f"note: {folder.name} is of an older version, and does not say its settings and rows: compare them"]
+    step, rate, steps = steps_at(folder), run.peak_learning_rate, run.total_steps(rows)
+    lines, rate_was, steps_were = [], about.get("peak_learning_rate", rate), about.get("steps", steps)
+    if rate_was != rate:
+        lines.append(f"note: the peak learning rate is {rate:g} from here, and was {rate_was:g}")
+    if steps_were != steps and not run.lr_scheduler_type.startswith("constant"):
+        lines.append(
+            f"note: after step {step} the schedule {run.lr_scheduler_type} goes on as over {steps} steps; before, it "
+            f"was over {steps_were}"
+        )
+    return lines
