@@ -25,8 +25,8 @@ WIDTH = 320
 """Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
 
-class _SettingsAlone(TrainingArguments):
-    """The Trainer's settings, without the devices and process groups that it would look for."""
+class LoopArguments(TrainingArguments):
+    """Transformers' settings of a training, without the devices and process groups that they would look for."""
 
     def __post_init__(self) -> None:
         """Check and start nothing."""
@@ -47,7 +47,7 @@ def training_arguments(
     run: RunConfig,
     output_folder: Path,
     keeps: bool = True,
-    kind: type[TrainingArguments] = TrainingArguments,
+    kind: type[TrainingArguments] = LoopArguments,
     **more: Any,
 ) -> TrainingArguments:
     """Return Transformers' settings of a training, which callbacks and trackers read, from the run's.
@@ -59,7 +59,7 @@ def training_arguments(
         kind: Of arguments.
         more: Settings beside the run's.
     """
-    every = "steps" if keeps else "no"
+    every, trackers = "steps" if keeps else "no", names_in(run.report_to if keeps else "none")
     return kind(
         output_dir=str(output_folder),
         per_device_train_batch_size=run.per_device_train_batch_size,
@@ -85,7 +85,7 @@ def training_arguments(
         greater_is_better=objective_of(run).higher_is_better,
         remove_unused_columns=False,
         dataloader_num_workers=run.dataloader_num_workers,
-        report_to=list(names_in(run.report_to)) if keeps else "none",
+        report_to=trackers[0] if len(trackers) == 1 else list(trackers),
         disable_tqdm=True,
         seed=run.seed,
         **optimizer_settings(run),
@@ -125,12 +125,12 @@ def optimizer_class(model: torch.nn.Module, run: RunConfig) -> tuple[type[torch.
     """Return the class of the run's optimizer for `model`, and its settings, as Transformers' Trainer has them."""
     from transformers import Trainer  # here: it imports `datasets`, which takes seconds
 
-    return Trainer.get_optimizer_cls_and_kwargs(_SettingsAlone(output_dir="", **optimizer_settings(run)), model)
+    return Trainer.get_optimizer_cls_and_kwargs(LoopArguments(output_dir="", **optimizer_settings(run)), model)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, run: RunConfig, steps: int) -> LRScheduler:
     """Return the run's schedule of the learning rate, over `steps` of the optimizer."""
-    warmup_steps = _SettingsAlone(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
+    warmup_steps = LoopArguments(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
     return get_scheduler(run.lr_scheduler_type, optimizer, warmup_steps, steps)
 
 
@@ -213,7 +213,7 @@ def _try_schedule(run: RunConfig, steps: int) -> None:
     with reading(what, done="followed"):
         schedule = make_schedule(optimizer, run, steps)
         if not waits_for_validation(schedule):
-            warmup = _SettingsAlone(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
+            warmup = LoopArguments(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
