@@ -14,11 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
+from common.training.trainer import trainer_of_rows, training_arguments
 
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_tokenizer
+from common.models.placement import place_stages
 from common.models.stages import load_stage
 from common.models.trained_weights import train_linear_layers
 from common.runtime.rank import end_rank, start_rank
@@ -26,8 +28,6 @@ from common.runtime.world import Rank
 from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.placement import place_stages
-from common.training.trainer import trainer_of_rows, training_arguments
 
 RANKS, MICRO_BATCHES = 2, 8
 STUCK_AFTER_S = 900

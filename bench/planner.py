@@ -24,6 +24,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
+from common.models.placement import place_stages
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
@@ -46,7 +47,6 @@ from common.planning.shares import whole_model
 from common.records.store import Record, kept_records
 from common.reporting.memory import PHASE_BARS, compared_by_phase
 from common.reporting.rows import NOT_RUN
-from common.training.placement import place_stages
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.lease --only point && python -m bench planner"

@@ -173,14 +173,14 @@ DATA = (
 LOSS = (
     Fault(
         "of several chunks of the loss only the last one's gradient reaches the head",
-        "common/training/chunked_loss.py",
+        "common/models/chunked_loss.py",
         "    return [before.add_(gradient) for before, gradient in zip(of_trained, gradients[1:], strict=True)]\n",
         "    return list(gradients[1:])\n",
         _unit("chunked_loss", "loss_and_gradients_are_those_of_whole_logits[untied-10]"),
     ),
     Fault(
         "gradients of a loss in chunks are not divided by the step's tokens",
-        "common/training/chunked_loss.py",
+        "common/models/chunked_loss.py",
         "gradient.mul_(of_loss.to(gradient.device)).to(dtype)",
         "gradient.to(dtype)",
         _unit("chunked_loss", "loss_and_gradients_are_those_of_whole_logits[tied-1000]"),

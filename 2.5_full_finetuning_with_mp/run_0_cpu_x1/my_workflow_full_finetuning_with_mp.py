@@ -18,10 +18,10 @@ from common.checks.run_start import run_started
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.models.loading import load_base_model
+from common.models.placement import Placement, place_stages, placement_table
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
-from common.training.placement import Placement, place_stages, placement_table
 from common.training.steps import (
     Metrics,
     Tokenizer,

@@ -23,7 +23,7 @@ from common.data.splits import tokens_of
 from common.models.loading import load_base_model
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.placement import Placement, place_stages, placement_table
+from common.models.placement import Placement, place_stages, placement_table
 from common.training.steps import (
     Metrics,
     Tokenizer,

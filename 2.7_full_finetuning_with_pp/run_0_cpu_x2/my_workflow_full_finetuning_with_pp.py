@@ -20,11 +20,11 @@ from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.batches import longest_batch
 from common.data.rows import Splits
+from common.models.placement import Placement, place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
 from common.training.pipeline import pipeline_of, trained_stage
-from common.training.placement import Placement, place_stages
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
 
 RUN = RunConfig(

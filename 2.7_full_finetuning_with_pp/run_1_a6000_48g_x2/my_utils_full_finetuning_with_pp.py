@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from common.training.placement import Placement
+from common.models.placement import Placement
 
 
 def stage_table(placement: Placement) -> pd.DataFrame:

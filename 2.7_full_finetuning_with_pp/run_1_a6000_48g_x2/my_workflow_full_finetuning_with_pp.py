@@ -26,7 +26,7 @@ from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
-from common.training.placement import Placement, place_stages
+from common.models.placement import Placement, place_stages
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
 from common.training.strategy import strategy_class
 from common.training.trainer import make_trainer

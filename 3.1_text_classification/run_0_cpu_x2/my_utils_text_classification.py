@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.data.splits import tokenized
+from common.models.placement import place_stages
 from common.runtime.recorder import RunRecorder
 from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel, exchanging, load_replica
@@ -12,7 +13,6 @@ from common.training.export import save_and_reload
 from common.training.loop import TrainingLoop
 from common.training.pipeline import pipeline_of, trained_stage
 from common.training.pipeline_measure import measure_pipeline
-from common.training.placement import place_stages
 from common.training.steps import Metrics, Tokenizer
 from common.training.tensor_parallel import load_split
 

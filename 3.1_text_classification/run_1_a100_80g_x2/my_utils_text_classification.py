@@ -10,7 +10,7 @@ from common.training.ceiling import measure_machine_ceiling
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
-from common.training.placement import place_stages
+from common.models.placement import place_stages
 from common.training.steps import Metrics, Tokenizer
 from common.training.strategy import strategy_class
 from common.training.trainer import AuditedTrainer, make_trainer

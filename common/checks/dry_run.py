@@ -31,13 +31,13 @@ from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
 from common.models.families import suited_to_model
 from common.models.loading import any_shape_config
+from common.models.placement import place_stages
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
 from common.training.optimizers import check_optimizer
-from common.training.placement import place_stages
 
 SMALL_DEPTHS = (2, 3)
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))

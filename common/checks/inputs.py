@@ -18,6 +18,7 @@ from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data.rows import Row
 from common.data.splits import check_tokens, load_splits
 from common.hardware.devices import size_text
+from common.models.compiled_layers import check_compiler
 from common.models.families import check_quantizable, check_targets, suited_to_model
 from common.models.loading import (
     any_shape_config,
@@ -28,6 +29,7 @@ from common.models.loading import (
     model_class,
     model_without_weights,
 )
+from common.models.placement import check_placement_and_memory
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import check_weight_files
@@ -36,10 +38,8 @@ from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
-from common.training.compiled_layers import check_compiler
 from common.training.optimizers import check_optimizer, check_schedule, check_schedule_name
 from common.training.part import part_class
-from common.training.placement import check_placement_and_memory
 from common.training.resuming import check_checkpoint, digests_of
 from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 

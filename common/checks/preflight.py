@@ -45,6 +45,7 @@ from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import load_tokenizer, longest_readable
+from common.models.placement import evaluation_of_rows, place_stages, with_rows_at_once
 from common.models.stages import StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
@@ -58,7 +59,6 @@ from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
 from common.training.optimizers import check_schedule
-from common.training.placement import evaluation_of_rows, place_stages, with_rows_at_once
 from common.training.strategy import strategy_class
 from common.training.trainer import (
     AuditedTrainer,

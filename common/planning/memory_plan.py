@@ -650,7 +650,7 @@ class DeviceSums:
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether the logits come in chunks (common/training/chunked_loss.py)."""
+        """Whether the logits come in chunks (common/models/chunked_loss.py)."""
         writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
         return writes and not self.job.loop.logit_bytes
 

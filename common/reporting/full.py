@@ -144,7 +144,7 @@ def mp_speed(records: list[Record]) -> pd.DataFrame:
 
 def mp_maps(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.5: Accelerate's map, an even split and the balanced one on the GPU folders; projected."""
-    from common.training.placement import placement_table  # here: it imports torch
+    from common.models.placement import placement_table  # here: it imports torch
 
     tables = {
         folder: placement_table(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.models.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.tasks.objectives import objective_of
-from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 
 Batch = dict[str, Any]
 """A batch's tensors; of rows that lie end to end the longest row's tokens, too."""

@@ -29,6 +29,7 @@ from common.models.loading import (
     save_tokenizer,
     weight_dtype,
 )
+from common.models.merge_room import merge_need, why_not_merged
 from common.models.quantization import dequantized, weight_counts
 from common.models.shards import byte_count, tensors_of
 from common.planning.job import LOGITS_AT_ONCE
@@ -38,7 +39,6 @@ from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
 from common.training.counted_steps import resting
 from common.training.loop import TrainingLoop
-from common.training.merge_room import merge_need, why_not_merged
 from common.training.pipeline_parallel import save_parts, wait_for_parts
 
 DeviceMap = dict[str, str | int]

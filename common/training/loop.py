@@ -49,7 +49,9 @@ from common.data.batches import (
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
 from common.data.rows import Splits, Tokens, tokens_in, without_labels
 from common.data.splits import tokenized
+from common.models.compiled_layers import as_written
 from common.models.freeing import free_model
+from common.models.placement import evaluation_of_rows
 from common.planning.job import BatchShape, EvaluationShape
 from common.planning.plans import Plan, plan_run, why
 from common.runtime.faults import fault_at
@@ -57,10 +59,8 @@ from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached
 from common.training.answer_logits import Batch
 from common.training.callbacks import FirstStepReport, ProgressReport, UpdateReport, WorkDone
-from common.training.compiled_layers import as_written
 from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
 from common.training.part import part_class
-from common.training.placement import evaluation_of_rows
 from common.training.results import check_training
 from common.training.saver import Saver
 

@@ -31,6 +31,8 @@ from typing_extensions import override
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens
+from common.models.compiled_layers import compile_layers
+from common.models.known_padding import padding_known
 from common.models.loading import next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
@@ -46,8 +48,6 @@ from common.training.answer_logits import (
     takes_logits_to_keep,
     tell_of_answers,
 )
-from common.training.compiled_layers import compile_layers
-from common.training.known_padding import padding_known
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.models.chunked_loss import losses_or_logits
+from common.models.known_padding import padding_known
 from common.models.loading import weight_dtype
 from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
 from common.training.answer_logits import loss_is_chunked, on_device
-from common.training.chunked_loss import losses_or_logits
-from common.training.known_padding import padding_known
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}

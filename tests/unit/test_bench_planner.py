@@ -15,9 +15,9 @@ from bench.planner_points import FULLNESS, SMALL_CARDS, PeakWatch, Point
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading, find_gpu
+from common.models.placement import place_stages
 from common.planning.job import BatchShape
 from common.planning.published_memory import architectures_of, t4_job
-from common.training.placement import place_stages
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())
 OVER, UNDER = Compared("over", 11, 10), Compared("under", 7, 10)

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from common.training.strategy import WholeModel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
+from common.models.compiled_layers import as_written, compile_layers
 from common.models.loading import load_base_model
 from common.models.trained_weights import with_trained_weights
 from common.runtime.world import Rank
-from common.training.compiled_layers import as_written, compile_layers
 from common.training.ddp import ddp_settings
 from common.training.fsdp import modules_to_wrap
-from common.training.strategy import WholeModel
 
 OF_2_MIB = {
     "vocab_size": 8, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,

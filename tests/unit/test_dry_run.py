@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common.training.strategy import keep_answer_logits
 from torch.profiler import ProfilerActivity, profile
 
 from common.base.errors import BadInputError
@@ -35,6 +36,7 @@ from common.checks.fake_steps import (
 from common.checks.tried_rows import batch_of, batch_of_length, rows_of_length
 from common.data.pictures import open_picture
 from common.models.loading import any_shape_config, load_tokenizer
+from common.models.placement import place_stages
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
@@ -44,8 +46,6 @@ from common.planning.terms import PARTS
 from common.runtime import memory_tracker
 from common.runtime.memory_tracker import Timeline
 from common.runtime.world import Rank
-from common.training.placement import place_stages
-from common.training.strategy import keep_answer_logits
 from tests.forked import run_forked
 
 SHAPE = {

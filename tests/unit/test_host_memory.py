@@ -4,17 +4,17 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from common.training.strategy import strategy_class
 
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
 from common.hardware.devices import GIB, find_gpu
+from common.models.placement import check_host
 from common.planning.architectures import read_architecture
 from common.planning.host_memory import LEAST_FILES, file_bytes, host_moments
 from common.planning.job import BatchShape, Job
 from common.planning.plans import as_json, explanation, make_plan
 from common.planning.time_plan import Cluster
-from common.training.placement import check_host
-from common.training.strategy import strategy_class
 
 BATCH = BatchShape(1, 512, 511)
 LLAMA = read_architecture("llama-3.1-8b")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from common.training.known_padding import _is_padded, padding_known
+from common.models.known_padding import _is_padded, padding_known
 from tests.families import ENCODER_SIZES, SIZES
 
 CONFIGS = {

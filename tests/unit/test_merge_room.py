@@ -6,18 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.training.trainer import make_trainer
 
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
+from common.models.merge_room import MergeNeed, merge_need, why_not_merged
 from common.models.trained_weights import add_lora
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.training.export import save_and_reload
-from common.training.merge_room import MergeNeed, merge_need, why_not_merged
-from common.training.trainer import make_trainer
 
 ALONE = Rank(0, 1, "cpu", "python")
 

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from common.training.strategy import keep_answer_logits
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.hardware.devices import GIB, find_gpu
+from common.models.chunked_loss import compute_loss_in_chunks
+from common.models.placement import check_fits
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.device_maps import answering_shares
 from common.planning.job import BatchShape, EvaluationShape, Job
@@ -19,9 +22,6 @@ from common.planning.phases import JUDGE_HIDDEN, PHASES, TRAINING, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share, whole_model
 from common.runtime.memory_tracker import MemoryTracker
-from common.training.chunked_loss import compute_loss_in_chunks
-from common.training.placement import check_fits
-from common.training.strategy import keep_answer_logits
 
 SHAPE = EvaluationShape(rows=16, length=96, labelled=48, prompt_length=64, new_tokens=8)
 

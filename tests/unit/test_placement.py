@@ -18,12 +18,12 @@ from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.hardware.devices import find_gpu
 from common.models.loading import load_base_model, load_tokenizer, model_without_weights
+from common.models.module_maps import auto_map
+from common.models.placement import check_fits, check_placement_and_memory, place_stages, placement_table
 from common.planning import device_maps
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
-from common.training.module_maps import auto_map
-from common.training.placement import check_fits, check_placement_and_memory, place_stages, placement_table
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
@@ -286,7 +286,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     check_placement_and_memory(run, splits, tokenizer)
     check_inputs(run)
-    for module in ("common.training.placement", "common.planning.plans"):
+    for module in ("common.models.placement", "common.planning.plans"):
         monkeypatch.setattr(f"{module}.cpu_device", lambda: replace(find_gpu("a5000"), memory_gib=0.001))
     with pytest.raises(BadInputError, match="cannot fit"):
         check_placement_and_memory(run, splits, tokenizer)

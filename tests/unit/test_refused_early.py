@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.training.strategy import strategy_class
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from common.base.errors import BadInputError, shortened
@@ -23,14 +24,13 @@ from common.data.stored_rows import RowsOnDisk, stored
 from common.data.texts import class_shares, say_balance, with_classes
 from common.models.families import check_targets, suited_to_model
 from common.models.loading import EMBEDDED_BASE, checked_config, load_tokenizer, longest_readable
+from common.models.placement import check_stages_train
 from common.models.trained_weights import layers_called
 from common.planning.architectures import MODEL_CONFIGS, find_config, reach_of_positions, read_architecture
 from common.tasks.answers import Judge
 from common.tasks.classification import Classified
 from common.training.loop import LoopTrainer
 from common.training.optimizers import check_optimizer, check_schedule
-from common.training.placement import check_stages_train
-from common.training.strategy import strategy_class
 
 RUN = RunConfig(independent_judge="none", report_to="none")
 PIPELINE = {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2}

@@ -15,13 +15,13 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.hardware import devices
 from common.hardware.devices import MemoryReading
+from common.models.placement import place_stages
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
 from common.records.store import RECORD_NAME, STUDY, default_run_name, keep_record, kept_records, load_record
 from common.runtime.disks import MARK
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
-from common.training.placement import place_stages
 
 RANK = Rank(rank=0, world_size=1, device="cpu", launcher="python")
 

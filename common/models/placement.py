@@ -18,6 +18,7 @@ from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
+from common.models.module_maps import auto_map, even_map, layer_names
 from common.models.stages import StageMap, stage_of
 from common.models.trained_weights import layers_called
 from common.planning.architectures import Architecture, is_known_architecture
@@ -43,7 +44,6 @@ from common.planning.plans import (
 from common.planning.run_jobs import evaluation_of_run
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
-from common.training.module_maps import auto_map, even_map, layer_names
 
 
 @dataclass(frozen=True)
