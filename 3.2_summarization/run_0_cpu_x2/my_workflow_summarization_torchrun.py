@@ -33,7 +33,6 @@ from common.training.checkpoints import steps_at
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
-from common.training.results import check_training
 from common.training.steps import Tokenizer, record, save, score_after, score_before, sum_up
 
 RUN = run_with(loop="trainer")
@@ -97,7 +96,6 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
         last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         trainer.train(resume_from_checkpoint=last)
         take_over(loop, trainer, last)
-        loop.world = check_training(loop)
     return loop
 
 

@@ -262,6 +262,7 @@ PHASE_OF = {
     "load model and data": "loading",
     "load data": "loading",
     "build trainer": "loading",
+    "sum up": TRAINING,
     "merge and reload": "merging",
     "save and reload": "merging",
 }

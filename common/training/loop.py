@@ -61,7 +61,6 @@ from common.training.answer_logits import Batch
 from common.training.callbacks import FirstStepReport, ProgressReport, UpdateReport, WorkDone
 from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
 from common.training.part import part_class
-from common.training.results import check_training
 from common.training.saver import Saver
 
 
@@ -98,7 +97,6 @@ class TrainingLoop:
         work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
         skipped_steps: Steps whose fp16 gradients overflowed: they were not taken, and losses are scaled less since.
-        world: Every rank's machine, device, samples and tokens, once training has ended.
     """
 
     def __init__(
@@ -221,7 +219,6 @@ class TrainingLoop:
             self.saver.load_best(self.state)
         as_written(self.model)
         self._tell("on_train_end")
-        self.world = check_training(self) if self.saver else []
 
     def _steps_of(self, rows_of_steps: list[list[int]]) -> Iterator[Step]:
         """Yield the steps of an epoch, or of what is left of it, until training is to stop."""

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 
@@ -18,16 +17,14 @@ from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.training.loop import TrainingLoop
 from common.training.optimizers import waits_for_validation
-
-if TYPE_CHECKING:
-    from common.training.loop import TrainingLoop
 
 COUNTED_ROWS = 10_000
 """Of more rows than these, so many are counted: a second on one core."""
 
 
-def check_training(loop: "TrainingLoop") -> list[dict[str, object]]:
+def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
     """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
 
     Raises:
@@ -51,7 +48,7 @@ def check_training(loop: "TrainingLoop") -> list[dict[str, object]]:
     return shares
 
 
-def steps_have_rows(loop: "TrainingLoop", rank: int) -> bool:
+def steps_have_rows(loop: TrainingLoop, rank: int) -> bool:
     """Return whether the steps of this run have a row for a rank: an epoch's last step may have fewer than ranks."""
     batches, per_epoch = loop.batches, loop.steps_per_epoch
     for epoch in range(loop.saver.first_step // per_epoch, -(-loop.state.global_step // per_epoch)):
@@ -88,7 +85,7 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         )
 
 
-def row_uses(loop: "TrainingLoop") -> int:
+def row_uses(loop: TrainingLoop) -> int:
     """Return how many rows the finished steps of this run had room for."""
     row_count = len(loop.train_rows)
 
@@ -99,8 +96,10 @@ def row_uses(loop: "TrainingLoop") -> int:
     return until(loop.state.global_step) - until(loop.saver.first_step)
 
 
-def training_figures(loop: "TrainingLoop") -> dict[str, object]:
+def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict[str, object]:
     """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint; called on every rank.
+
+    `world` comes from `check_training`.
 
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
     leave it out; `saves` has how long training waited for checkpoints.
@@ -108,11 +107,11 @@ def training_figures(loop: "TrainingLoop") -> dict[str, object]:
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
     train_time_s, reporting_s = log.phases_s["training"], loop.work.reporting_s
-    tokens = sum(loop.part.own_rows([share["tokens"] for share in loop.world]))
+    tokens = sum(loop.part.own_rows([share["tokens"] for share in world]))
     history, resumed = state.log_history, loop.saver.resumes_from
     accuracies = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]  # with classification
     return {
-        "world": loop.world,
+        "world": world,
         "effective_batch_size": run.effective_batch_size,
         "peak_learning_rate": run.peak_learning_rate,
         "steps": state.global_step,
@@ -134,7 +133,7 @@ def training_figures(loop: "TrainingLoop") -> dict[str, object]:
     }
 
 
-def speed_figures(loop: "TrainingLoop", tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
+def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
     """Return tokens per second, trained weights, FLOPs per token and MFU; called on every rank.
 
     `tokens_per_s` is that of all devices, which are `gpu`s.

@@ -17,7 +17,7 @@ from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.counted_steps import count_steps
 from common.training.export import DeviceMap, save_and_reload
 from common.training.loop import TrainingLoop
-from common.training.results import training_figures
+from common.training.results import check_training, training_figures
 
 Tokenizer = PreTrainedTokenizerBase
 Metrics = dict[str, object]
@@ -70,9 +70,11 @@ def _with_base(log: RunRecorder, model: PreTrainedModel | None, find: Callable[.
 
 
 def sum_up(loop: TrainingLoop) -> Metrics:
-    """Sum up what every rank did in training, for the record; on a CPU count the memory of a step."""
-    count_steps(loop)
-    return training_figures(loop)
+    """Check and sum up what every rank did in training, for the record; on a CPU count the memory of a step."""
+    with loop.log.phase("sum up"):
+        world = check_training(loop)
+        count_steps(loop)
+        return training_figures(loop, world)
 
 
 def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
