@@ -24,7 +24,7 @@ from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training import chunked_loss
+from common.models import chunked_loss
 from common.training.pipeline import Pipeline, StageModule
 from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
 from common.training.strategy import Batch, keep_answer_logits
