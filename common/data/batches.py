@@ -105,7 +105,7 @@ class TrainingRows(Dataset[Tokens]):
 
 
 def filler_like(row: Tokens) -> Tokens:
-    """Return two tokens without labels, which add nothing to a loss; with a picture all, as its tokens stay together."""
+    """Return two tokens without labels, which add nothing to a loss; with a picture all: its tokens stay together."""
     if "picture" not in row:
         row = {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
     return without_labels(row)
