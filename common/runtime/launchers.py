@@ -42,13 +42,12 @@ def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list
     return torchrun_command(script, run.world_size, *overrides)
 
 
-def launch_in_notebook(
-    workflow_module: str, overrides: dict[str, object], world_size: int, instead: str = ""
-) -> None:
+def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world_size: int, instead: str = "") -> None:
     """Run a workflow on `world_size` ranks by Accelerate's `notebook_launcher`; they meet in a file.
 
-    `instead` names another function, `module.function`, to run with the workflow's settings. `workflow_module` is imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where
-    CUDA, an Accelerator or bitsandbytes (which PEFT imports) came to life before.
+    `instead` names another function, `module.function`, to run with the workflow's settings. `workflow_module` is
+    imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where CUDA, an Accelerator or
+    bitsandbytes (which PEFT imports) came to life before.
 
     Raises:
         BadInputError: If a rank refuses its input; nothing was written.
