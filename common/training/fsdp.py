@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import load_rows, mesh_of
+from common.models.divided import load_rows
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.trained_weights import with_trained_weights

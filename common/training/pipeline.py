@@ -325,7 +325,7 @@ class Pipeline:
         return self.schedules[key]
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return PyTorch's schedule of `count` micro-batches over `TimedStage`, a `PipelineStage` whose passes are timed."""
+        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         hidden = torch.empty(
             (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
