@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -328,11 +329,13 @@ def load_base_model(
     source: str | Path | None = None,
     quantized: bool = True,
     each: EachModule | None = None,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
-    With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is. With
-    classification it has a head for the labels of the run's data, which starts at random where the base has none.
+    With qlora the base's layers are in 4 bits, by `quantization` or else by the run's settings, unless `quantized` is
+    False; a `source` is taken as it is. With classification it has a head for the labels of the run's data, which
+    starts at random where the base has none.
 
     With `each` the model comes module by module to one device: it is called with the name and the module as soon as
     that has all weights of its own, whole, and quantized where they are to be, and may replace these. A module whose
@@ -345,7 +348,7 @@ def load_base_model(
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized, each)
     else:
-        settings = {"quantization_config": quantization_config(run)} if quantized else {}
+        settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
         if each:
             kind = model_class(run, any_shape_config(run.model, run.model_revision))
             with each_as_it_is_read(kind, each) as watched:

@@ -74,10 +74,12 @@ class RunRecorder:
         command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
+        repeats: Whether the same batch, all rows on every rank, is trained on again and again, as in a `Trial`.
         callbacks: Of Transformers' kind, which are told of the training beside its own.
     """
 
     keeps = True
+    repeats = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Take the results folder; where the run resumes, with what the last start left there."""
@@ -242,6 +244,7 @@ class Trial:
     """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept."""
 
     keeps = writes = False
+    repeats = True
     run_name = "trial"
 
     def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
