@@ -95,7 +95,7 @@ class Part:
         """
 
     def _set_up(self) -> None:
-        """Give the model its kernels, its loss in chunks, and borders between rows that lie end to end."""
+        """Have the model compute as the run asks: by which kernels, the loss in chunks, layers a second time."""
         if self.run.use_liger_kernel:
             apply_liger_kernel(self.model, None)
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
@@ -106,6 +106,9 @@ class Part:
             separate_rows(self.model)
         if self.run.torch_compile:
             compile_layers(self.model)
+        if self.run.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": self.run.use_reentrant})
+        self.model.train()
 
     # -- a step
 
