@@ -165,7 +165,7 @@ class TrainingLoop:
         run, rank = self.run, self.rank
         drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
         has_own_rows = run.data_parallel_ranks > 1
-        return (RepeatedBatch if not self.log.keeps else drawn)(
+        return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
             run.per_device_train_batch_size,
             rank.world_size if has_own_rows else 1,
