@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.training.strategy import chunk_loss
+from common.training.trainer import training_arguments
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -31,8 +33,6 @@ from common.planning.job import BatchShape
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from common.training.strategy import chunk_loss
-from common.training.trainer import training_arguments
 
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
