@@ -39,6 +39,7 @@ from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.folder_training import device_map_of_rank, tried_by_folder
 from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
+from common.checks.optimizers import check_schedule
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.pictures import pixels_of
 from common.data.splits import load_splits
@@ -46,6 +47,7 @@ from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forge
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.freeing import free_model
 from common.models.loading import load_tokenizer, longest_readable
+from common.models.merging import reloaded_difference
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
@@ -57,9 +59,8 @@ from common.runtime.rank import rank_started
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
-from common.training.export import reloaded_difference, save_and_free
+from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
-from common.training.optimizers import check_schedule
 
 STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
 

@@ -5,13 +5,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers.trainer_pt_utils import safe_globals
 
 from common.training.checkpoints import read_manifest
-from common.training.strategy import SHARDS
+from common.training.part import SHARDS
 
-HISTORY = "training_args.bin"
-"""Of a checkpoint: the settings of its run, with its name in them."""
 TEXTS = (".json", ".jinja", ".md", ".txt")
 
 
@@ -32,8 +29,7 @@ def _read(path: Path) -> object:
         whole = path.parent.parent / f"{path.parent.name}.pt"
         dcp_to_torch_save(path, whole)
         return torch.load(whole, weights_only=True)
-    with safe_globals():  # numpy's, of the random numbers
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -41,7 +37,7 @@ def largest_difference(one: Path, other: Path) -> float:
     files, others = (read_manifest(folder)["files"] for folder in (one, other))
     assert files.keys() == others.keys()
     largest = 0.0
-    tensors = [name for name in files if not name.endswith(TEXTS) and name != HISTORY]
+    tensors = [name for name in files if not name.endswith(TEXTS)]
     for name in {_part(name) for name in tensors}:
         if files.get(name, one) == others.get(name, other):
             continue

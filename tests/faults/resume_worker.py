@@ -1,7 +1,8 @@
 """Each job's workflow straight through, then stopped at each of its faults and resumed, in the same processes.
 
 python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults` by their
-names, and `forgets`: what a resumed run leaves out, for a negative control, which has no straight run of its own.
+names, and `forgets`: whether a resumed run forgets its random numbers, for a negative control, which has no straight
+run of its own.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.runtime import faults
 from common.runtime.rank import end_rank
-from common.training.trainer import AuditedTrainer
+from common.training import saver
 from tests.short_runs import cut_short, find_port
 
 
@@ -37,7 +38,7 @@ def run(module: object, run_config: RunConfig, fault: str = "") -> None:
 
 def work(job: dict, results_root: str) -> None:
     module = importlib.import_module(Path(job["place"]).stem)
-    resumed = {} if not job["forgets"] else {job["forgets"]: getattr(AuditedTrainer, job["forgets"])}
+    remembers = saver.load_random_numbers
 
     def settings(name: str, *more: str) -> RunConfig:
         return parse_overrides(
@@ -49,11 +50,9 @@ def work(job: dict, results_root: str) -> None:
         run(module, settings("straight"))
     for number, fault in job["faults"].items():
         run(module, settings(number), fault)
-        for name in resumed:
-            setattr(AuditedTrainer, name, lambda *_, **__: None)
+        saver.load_random_numbers = (lambda _: {}) if job["forgets"] else remembers
         run(module, settings(number, "--resume_from_checkpoint", "last"))
-        for name, own in resumed.items():
-            setattr(AuditedTrainer, name, own)
+        saver.load_random_numbers = remembers
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from common.training.checkpoints import (
     MANIFEST_FILE,
     PARTIAL,
     DamagedCheckpointError,
-    atomic_checkpoint,
+    UnfinishedCheckpoint,
     newest_whole,
     read_manifest,
     rotate,
@@ -49,8 +49,10 @@ def _write(folder: Path) -> None:
 
 def _commit(root: Path, step: int, write: Callable[[Path], None] = _write) -> Path:
     folder = root / f"checkpoint-{step}"
-    with atomic_checkpoint(folder, ABOUT, 15_000, commits=True) as partial:
+    unfinished = UnfinishedCheckpoint(folder, ABOUT, 15_000, commits=True)
+    with unfinished.being_written() as partial:
         write(partial)
+    unfinished.commit()
     return folder
 
 

@@ -52,7 +52,7 @@ def listed(stops: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     return [(technique, stop) for technique, of_technique in stops.items() for stop in of_technique]
 
 
-def _job(technique: str, stops: tuple[str, ...], forgets: str = "") -> dict[str, object]:
+def _job(technique: str, stops: tuple[str, ...], forgets: bool = False) -> dict[str, object]:
     """Of resume_worker.py; each of its runs is named by the number of its stop."""
     place, _, overrides = WORKFLOWS[technique]
     faults = {str(list(STOPS).index(stop)): STOPS[stop][0] for stop in stops}
@@ -81,7 +81,7 @@ def results_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
         folder, stops = tmp_path_factory.mktemp("resume"), (FAST, SLOW, SOAK)[number]
         jobs = [_job(technique, of_technique) for technique, of_technique in stops.items()]
         if stops is FAST:
-            jobs.append(_job("single", (WITHIN_EPOCH,), forgets="_load_rng_state"))
+            jobs.append(_job("single", (WITHIN_EPOCH,), forgets=True))
         _work(folder, jobs, ranks=1 if stops is FAST else 2)
         return folder / "results"
 
@@ -114,7 +114,7 @@ def test_without_the_random_numbers_it_would_not(results_of: Callable) -> None:
 @pytest.mark.parametrize(
     ("fault", "outcome", "more", "said"),
     [
-        (6, "an exact resume is refused", (), "lacks rng_state.pth"),
+        (6, "an exact resume is refused", (), "lacks rng_state_0.pth"),
         (
             8,
             "the same rows in the same steps, or refused",
@@ -138,7 +138,7 @@ def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
     kept = tmp_path / f"checkpoint-{STEPS}"
     shutil.copytree(results_of("single", WITHIN_EPOCH) / "single-straight" / "checkpoints" / kept.name, kept)
     about = read_manifest(kept)["about"]
-    for name in ("rng_state.pth", MANIFEST_FILE):
+    for name in ("rng_state_0.pth", MANIFEST_FILE):
         (kept / name).unlink()
     write_manifest(kept, about)
     place, _, own = WORKFLOWS["single"]

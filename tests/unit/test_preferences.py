@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from common.training.preferences import PairedModel, PreferenceTrainer
+from common.training.trainer import make_trainer
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -35,8 +37,6 @@ from common.tasks.preferences import (
     pair_metrics,
     pair_results,
 )
-from common.training.preferences import PairedModel, PreferenceTrainer
-from common.training.trainer import make_trainer
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 BETA = 0.3

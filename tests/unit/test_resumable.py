@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from common.training.trainer import CheckpointedTrainer
 from transformers import TrainingArguments
 
 from common.base.errors import BadInputError
@@ -27,7 +28,6 @@ from common.training.checkpoints import (
     say_changes,
     write_manifest,
 )
-from common.training.trainer import CheckpointedTrainer
 
 ROWS = 96
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")

@@ -12,6 +12,8 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from common.training.digests import begin_hashing
+from common.training.strategy import SHARDS, shard_writer
 from transformers import TrainerControl, TrainerState
 
 from common.base import asked_to_save
@@ -35,9 +37,7 @@ from common.training.checkpoints import (
     to_keep,
     verify,
 )
-from common.training.digests import begin_hashing
 from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
-from common.training.strategy import SHARDS, shard_writer
 from tests.unit.ranks import found_by_ranks
 
 ROWS = 64

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from common.training.digests import digest_of
+from common.training.strategy import Strategy, strategy_class
+from common.training.trainer import AuditedTrainer, make_trainer, training_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -53,12 +56,9 @@ from common.training.checkpoints import (
     verify,
 )
 from common.training.counted_steps import count_steps
-from common.training.digests import digest_of
 from common.training.export import rows_to_compare
 from common.training.loop import LoopTrainer
 from common.training.results import check_rows_seen, check_training, steps_have_rows, training_flops
-from common.training.strategy import Strategy, strategy_class
-from common.training.trainer import AuditedTrainer, make_trainer, training_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
