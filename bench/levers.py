@@ -15,7 +15,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from common.models import separate_rows
 from common.planning import memory_plan, phases
 from common.planning.gpu_overhead import memory_of_step
-from common.training import chunked_loss, strategy
+from common.models import chunked_loss, strategy
 from common.training.trainer import AuditedTrainer
 
 MANY_LOGITS = 2**28

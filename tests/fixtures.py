@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import (
     AutoTokenizer,
     BartConfig,
@@ -32,6 +33,7 @@ from common.models.minilm import minilm_folder
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.launchers import accelerate_command, torchrun_command
 from common.runtime.rank import end_rank
+from common.training.part import SHARDS
 from common.training.zero import check_deepspeed
 from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
@@ -125,9 +127,19 @@ class Trained:
         return [loss for _, loss in self.record[kind]]
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """The weights after so many steps, from one file or several."""
-        files = (self.results / "checkpoints" / f"checkpoint-{step}").glob("*.safetensors")
+        """What was trained, after so many steps."""
+        return trained_weights(self.results / "checkpoints" / f"checkpoint-{step}")
+
+
+def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Those of a checkpoint, whole, by the names of plain libraries; of the Trainer and of ZeRO from their files."""
+    if not (checkpoint / SHARDS).exists():
+        files = checkpoint.glob("*.safetensors")
         return {name: weight for file in files for name, weight in load_file(file).items()}
+    whole = checkpoint.parent / f"{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint / SHARDS, whole)
+    weights = torch.load(whole, weights_only=True)["model"]
+    return {name.replace(".modules_to_save", "").replace(".default", ""): weight for name, weight in weights.items()}
 
 
 @pytest.fixture(scope="session")

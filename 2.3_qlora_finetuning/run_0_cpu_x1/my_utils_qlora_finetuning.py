@@ -28,13 +28,14 @@ from common.models.loading import (
     waiting_on_host,
     weight_dtype,
 )
+from common.models.merging import comparing, reloaded_difference, whole_logits_at_once
 from common.models.quantization import StoredWeights, dequantized, relative_error
 from common.planning.device_maps import whole_model_on
 from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import comparing, reloaded_difference, save_and_free, whole_logits_at_once
+from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
 
 BLOCK = 64

@@ -93,7 +93,7 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
 def tell_held(loop: TrainingLoop) -> Metrics:
     """Sum up the training, and print what each rank held."""
     figures = sum_up(loop)
-    if loop.rank.is_main and figures["held"]:
+    if loop.rank.is_main and "held" in figures:
         print(held_table(figures["held"]).to_string())
     return figures
 
@@ -106,7 +106,7 @@ def workflow(run: RunConfig) -> Record:
         loop = train(log, tokenizer, data)
         trained = tell_held(loop)
         tuned, differences = save(log, loop, tokenizer)  # (6)
-        ceiling = measure_ceiling(loop, trained["held"])  # (7)
+        ceiling = measure_ceiling(loop, trained.get("held"))  # (7)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 

@@ -27,6 +27,7 @@ from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import fake_step
 from common.checks.folder_runs import run_of_folder
+from common.checks.optimizers import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
 from common.models.families import suited_to_model
@@ -37,7 +38,6 @@ from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
-from common.training.optimizers import check_optimizer
 
 SMALL_DEPTHS = (2, 3)
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))

@@ -14,6 +14,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
+from common.checks.optimizers import check_optimizer, check_schedule, check_schedule_name
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data.rows import Row
 from common.data.splits import check_tokens, load_splits
@@ -38,7 +39,6 @@ from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
-from common.training.optimizers import check_optimizer, check_schedule, check_schedule_name
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
 from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size

@@ -38,6 +38,7 @@ from common.base.parsing import OneSentenceParser
 from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
+from common.checks.optimizers import check_schedule
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
@@ -45,6 +46,7 @@ from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import load_tokenizer, longest_readable
+from common.models.merging import reloaded_difference
 from common.models.placement import evaluation_of_rows, place_stages, with_rows_at_once
 from common.models.stages import StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
@@ -56,9 +58,8 @@ from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
-from common.training.export import reloaded_difference, save_and_free
+from common.training.export import save_and_free
 from common.training.loop import LoopTrainer
-from common.training.optimizers import check_schedule
 from common.training.strategy import strategy_class
 from common.training.trainer import (
     AuditedTrainer,

@@ -100,15 +100,15 @@ class TrainingRows(Dataset[Tokens]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return row `number`; for `NO_ROW` two tokens without labels, which add nothing to the loss."""
-        row = without_labels(_first_two(self.rows[0])) if number == NO_ROW else self.rows[number]
-        return {**row, "row": number}
+        """Return row `number`, or for `NO_ROW` a filler."""
+        return {**(filler_like(self.rows[0]) if number == NO_ROW else self.rows[number]), "row": number}
 
 
-def _first_two(row: Tokens) -> Tokens:
-    if "picture" in row:  # whose tokens stay together
-        return row
-    return {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
+def filler_like(row: Tokens) -> Tokens:
+    """Return two tokens without labels, which add nothing to a loss; with a picture all: its tokens stay together."""
+    if "picture" not in row:
+        row = {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
+    return without_labels(row)
 
 
 SORTED_STEPS = 4

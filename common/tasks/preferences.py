@@ -120,15 +120,12 @@ def pair_results(now: Sequence[torch.Tensor], reference: Sequence[torch.Tensor],
 def dpo_loss(
     run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the sum of the losses of a batch's pairs, as `module`, which is `model` in training, finds them.
-
-    Rows that the batch was filled up with come last, and have none.
-    """
-    return _compared(run, model, module, batch)[: batch["pairs"], 0].sum()
+    """Return the sum of the losses of a batch's pairs, as `module`, which is `model` in training, finds them."""
+    return _compared(run, model, module, batch)[:, 0].sum()
 
 
 def dpo_results(run: RunConfig, model: PreTrainedModel | PeftModel, batch: dict[str, Any]) -> torch.Tensor:
-    """Return what `pair_results` does of a batch, by `model` as it is."""
+    """Return what `pair_results` does of a batch's pairs, by `model` as it is."""
     return _compared(run, model, model, batch)
 
 
@@ -137,10 +134,11 @@ def _compared(
 ) -> torch.Tensor:
     now = answer_log_probs(module, batch)
     if REFERENCES[0] in batch:  # found before training
-        return pair_results(now, [batch[name] for name in REFERENCES], run.beta)
-    with torch.no_grad(), model.disable_adapter():
-        reference = answer_log_probs(model, batch)
-    return pair_results(now, reference, run.beta)
+        reference = [batch[name] for name in REFERENCES]
+    else:
+        with torch.no_grad(), model.disable_adapter():
+            reference = answer_log_probs(model, batch)
+    return pair_results(now, reference, run.beta)[: batch["pairs"]]  # what a batch was filled up with comes last
 
 
 def pair_metrics(sums: torch.Tensor) -> dict[str, float]:

@@ -43,11 +43,12 @@ from common.data.batches import (
     PartitionedBatches,
     RepeatedBatch,
     TrainingRows,
+    filler_like,
     lay_end_to_end,
     longest_batch,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
-from common.data.rows import Splits, Tokens, tokens_in, without_labels
+from common.data.rows import Splits, Tokens, tokens_in
 from common.data.splits import tokenized
 from common.models.compiled_layers import as_written
 from common.models.freeing import free_model
@@ -96,6 +97,7 @@ class TrainingLoop:
         batches: Draws the rows of each step.
         work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
+        grad_norm: Of the last step's gradients, before they were clipped.
         skipped_steps: Steps whose fp16 gradients overflowed: they were not taken, and losses are scaled less since.
     """
 
@@ -139,6 +141,7 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(torch.device(log.rank.device).type, enabled=self.args.fp16)
         self.work, self.updates, self.skipped_steps = WorkDone(), UpdateReport(), 0
         self.loss_sum, self.logged_step = torch.zeros((), device=log.rank.device), 0
+        self.grad_norm = self.loss_sum
         self.state = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / self.steps_per_epoch))
         self.state.is_world_process_zero = self.state.is_local_process_zero = log.rank.is_main
         self.state.compute_steps(self.args, steps)
@@ -279,7 +282,8 @@ class TrainingLoop:
             RunStoppedError: the gradients are not finite, and would spoil every weight.
         """
         self.scaler.unscale_(self.optimizer)
-        self._check_finite(self.part.clip_gradients(self.args.max_grad_norm))
+        self.grad_norm = self.part.clip_gradients(self.args.max_grad_norm)
+        self._check_finite(self.grad_norm)
         self.reach("update")
         self._tell("on_pre_optimizer_step")
         if self.args.fp16:
@@ -315,7 +319,8 @@ class TrainingLoop:
             if self.control.should_log:
                 loss = self.part.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-                self._log({"loss": loss, "learning_rate": self.optimizer.param_groups[0]["lr"]})
+                rate = self.optimizer.param_groups[0]["lr"]
+                self._log({"loss": loss, "grad_norm": float(self.grad_norm), "learning_rate": rate})
             if self.control.should_evaluate:
                 self._choose(self.evaluate())
             if self.control.should_save:
@@ -352,7 +357,7 @@ class TrainingLoop:
         rows, ranks = self.validation_rows, self.batches.world_size
         size = self.args.per_device_eval_batch_size * ranks
         shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
-        return [self.collated(list(share) or [without_labels(rows[0])]) for share in shares]  # they may be on disk
+        return [self.collated(list(share) or [filler_like(rows[0])]) for share in shares]  # they may be on disk
 
     def _choose(self, metrics: dict[str, float]) -> None:
         """Note whether the model is the best so far, and whether to save it, or a full state that is due."""

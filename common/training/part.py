@@ -391,9 +391,11 @@ class UsageReport(TrainerCallback):
             self.sent.__exit__(None, None, None)
 
     def for_record(self) -> dict[str, object]:
-        """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
-        whole, sent = self.part.held_by_one_device(), self.sent.bytes_by_collective
+        """Return what every rank holds, and what this one sends in a step; nothing where there was no second step."""
+        if not self.held:
+            return {}
+        whole = self.part.held_by_one_device()
         return {
-            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)} if self.held else None,
-            "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
+            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)},
+            "sent": {"bytes": self.sent.sent_bytes, "by_collective": self.sent.bytes_by_collective},
         }

@@ -307,11 +307,11 @@ def test_an_early_stop_goes_on_counting(start: Callable, technique: str) -> None
 def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Callable) -> None:
     run = start("single", fault="kill step=5 point=batch")
     assert run.end(120) != 0
-    damaged = run.results / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
+    damaged = run.results / "checkpoints" / "checkpoint-4" / "shards" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:100])
     again = start("single", *LAST)
     assert again.finish()["checkpoints"]["went_on_from"] == "checkpoint-3"
-    assert "checkpoint-4 is damaged: adapter_model.safetensors has 100 of" in again.output
+    assert "checkpoint-4 is damaged: shards/__0_0.distcp has 100 of" in again.output
     assert (run.results / "checkpoints" / "checkpoint-4.bad").is_dir()
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import trl.trainer.utils
+from common.training.strategy import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from trl.kernels import chunked_logprob
@@ -20,7 +21,6 @@ from common.models.separate_rows import attend_within_rows
 from common.models.trained_weights import add_lora
 from common.runtime.world import Rank
 from common.tasks.preferences import answer_log_probs, pair_results, prepare_for_pairs
-from common.training.strategy import Strategy
 
 TECHNIQUES = pytest.mark.parametrize("technique", ["full", "lora"])
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])

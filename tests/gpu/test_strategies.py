@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common.training.strategy import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.run_config import RunConfig
@@ -16,7 +17,6 @@ from common.runtime.world import BACKENDS, Rank
 from common.training.checkpoints import UnfinishedCheckpoint
 from common.training.ddp import Ddp
 from common.training.fsdp import Fsdp, shard
-from common.training.strategy import Strategy
 
 STEPS = 4
 

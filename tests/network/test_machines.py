@@ -21,7 +21,7 @@ from common.base.paths import REPOSITORY
 from common.base.torchrun import nodes_command
 from common.runtime.virtual_hosts import namespaces, virtual_network
 from common.runtime.watch import SLOW_FACTOR
-from common.training.replicas import WEIGHTS_FILE
+from tests.fixtures import trained_weights
 from tests.network.virtual_links import cut, join
 from tests.network.workers import END_S, RUN_S, START_S, Place, Worker, needs_hosts, wait_until
 from tests.pace import patient
@@ -45,8 +45,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def weights(worker: Worker) -> dict[str, torch.Tensor]:
     """Those that it has kept itself, after the last step."""
-    folder = worker.results / "checkpoints" / f"checkpoint-{STEPS}"
-    return torch.load(folder / WEIGHTS_FILE, weights_only=True)["model"]
+    return trained_weights(worker.results / "checkpoints" / f"checkpoint-{STEPS}")
 
 
 def wait_for_step(step: int, worker: Worker) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from common.base.parsing import parse_overrides
 from common.checks.folder_runs import run_of_arguments
+from common.models import chunked_loss
 from common.runtime.rank import end_rank
-from common.training import chunked_loss
 from tests.short_runs import cut_short, find_port
 
 

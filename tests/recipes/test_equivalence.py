@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.reporting.outcomes import EQUIVALENCE
-from common.training.strategy import SHARDS
 from tests.fixtures import Trained
 from tests.outcomes import merged
 from tests.recipes.folders import (
@@ -372,17 +370,6 @@ def saved_weights(run: Trained) -> Weights:
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
-def last_weights(run: Trained) -> Weights:
-    """Of checkpoint-5; where ranks wrote their parts, made whole, by the names of plain libraries."""
-    checkpoint = run.results / "checkpoints" / "checkpoint-5"
-    if not (checkpoint / SHARDS).exists():
-        return run.weights(5)
-    whole = run.results / "whole.pt"
-    dcp_to_torch_save(checkpoint / SHARDS, whole)
-    weights = torch.load(whole, weights_only=True)["model"]
-    return {name.replace(".modules_to_save", "").replace(".default", ""): weight for name, weight in weights.items()}
-
-
 def weight_difference(one: Trained, other: Trained) -> float:
     """After five steps; where an earlier checkpoint was the best, what was saved of that is equal, too."""
     mine, theirs = saved_weights(one), saved_weights(other)
@@ -390,7 +377,7 @@ def weight_difference(one: Trained, other: Trained) -> float:
     if other.record["checkpoints"]["best"] == "checkpoint-5":
         return largest_difference(mine, theirs)
     assert largest_difference(mine, theirs) < 1e-5
-    return largest_difference(last_weights(one), last_weights(other))
+    return largest_difference(one.weights(5), other.weights(5))
 
 
 def largest_difference(mine: Weights, theirs: Weights) -> float:
@@ -451,7 +438,7 @@ def test_one_devices_steps_are_fit_to_compare_with(case: Case, one: Trained, tin
 
 def start_and_end(case: Case, one: Trained, tiny_models: dict[str, str]) -> tuple[Weights, Weights]:
     """The last of five steps' weights, and what they were before; half of each adapter starts at 0."""
-    trained = {name.removeprefix("bert."): weight for name, weight in last_weights(one).items()}
+    trained = {name.removeprefix("bert."): weight for name, weight in one.weights(5).items()}
     zeros = {name: torch.zeros_like(weight) for name, weight in trained.items() if "lora_B" in name}
     base = load_file(Path(tiny_models[case.task]) / "model.safetensors")
     start = zeros or {name: weight for name, weight in base.items() if name in trained}

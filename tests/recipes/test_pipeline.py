@@ -43,9 +43,9 @@ def test_tied_embeddings_are_trained_by_both_ends(pipelines: Runs) -> None:
     """Without the head's part of the gradient, the first stage's copy would go elsewhere."""
     embeddings = "model.embed_tokens.weight"
     base = load_file(BASE / "model.safetensors")[embeddings]
-    trained, left = (pipelines[name].weights(5)[embeddings] for name in ("all", "linear layers"))
-    assert (trained - base).abs().max() > 1e-4
-    assert torch.equal(left, base)
+    trained, left = (pipelines[name].weights(5) for name in ("all", "linear layers"))
+    assert (trained[embeddings] - base).abs().max() > 1e-4
+    assert embeddings not in left
     index = json.loads((pipelines["all"].results / "model" / "model.safetensors.index.json").read_text())
     assert "lm_head.weight" not in index["weight_map"]
     assert index["weight_map"][embeddings] == "model-00001-of-00002.safetensors"

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.models.answering import load_answering, sharing_of
 from common.models.loading import load_base_model
+from common.models.merging import save_merged
+from common.models.saved_stages import wait_for_parts
 from common.models.trained_weights import add_lora
 from common.runtime.rank import start_rank
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
 from common.tasks.predictions import predict_rows
-from common.training.export import save_merged
-from common.training.pipeline_parallel import wait_for_parts
 from tests.unit.pipeline_worker import VOCABULARY, save_toy
 from tests.unit.ranks import tell
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import set_seed
+from common.training.strategy import strategy_class
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -24,7 +25,6 @@ from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training.fsdp import check_fully_sharded
-from common.training.strategy import strategy_class
 from common.training.tensor_parallel import check_split
 from tests.unit.ranks import gradients_of, largest, tell
 

@@ -10,13 +10,16 @@ from types import SimpleNamespace
 import torch
 import transformers
 from accelerate.utils import gather_object, wait_for_everyone
+from common.training.strategy import Batch, keep_answer_logits
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.models import chunked_loss
 from common.models.loading import load_base_model
+from common.models.saved_stages import save_parts
 from common.models.stages import Sharing, StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
@@ -24,10 +27,8 @@ from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training import chunked_loss
 from common.training.pipeline import Pipeline, StageModule
-from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
-from common.training.strategy import Batch, keep_answer_logits
+from common.training.pipeline_parallel import PipelineParallel, load_parts, sum_of_first_and_last
 from tests.unit.ranks import gradients_of, largest, tell
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from common.training.strategy import Strategy
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,6 @@ from common.base.run_config import RunConfig
 from common.models.shards import full_weights, local_part
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training.strategy import Strategy
 from common.training.tensor_parallel import (
     PLAN,
     check_split,

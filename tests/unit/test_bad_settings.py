@@ -10,18 +10,18 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from common.training.strategy import trainer_takes_steps
+from common.training.trainer import training_arguments
 from transformers import GenerationConfig, SchedulerType, Trainer, set_seed
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_settings
+from common.checks.optimizers import check_schedule
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import exchange_timeout
-from common.training.optimizers import check_schedule
-from common.training.strategy import trainer_takes_steps
-from common.training.trainer import training_arguments
 
 BASES = {
     "lora": {},

@@ -11,9 +11,9 @@ from bench import levers
 from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, steps_of
 from bench.levers import attend_in_a_batch, pulled
 from common.hardware.devices import find_gpu
+from common.models import chunked_loss
 from common.models.separate_rows import attend_within_rows
 from common.planning import memory_plan, phases
-from common.training import chunked_loss
 
 FEW_LOGITS, CHUNKS = 20_000, 2 * STEPS
 """With so few at once a step has more than two chunks."""

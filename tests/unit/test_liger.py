@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from common.training.strategy import Strategy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 from common.base.errors import BadInputError
@@ -18,7 +19,6 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.models import loading
 from common.runtime.world import Rank
-from common.training.strategy import Strategy
 
 ON_GPU = {"device": "cuda", "use_liger_kernel": True}
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.training.replicas import check_same_weights
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -16,7 +17,6 @@ from common.data.splits import load_splits
 from common.runtime import machines
 from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
 from common.training import replicas
-from common.training.replicas import check_same_weights
 
 RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3, nodes=3)
 ROWS = [{"text": "a", "summary": "b"}]

@@ -39,6 +39,7 @@ from common.models.loading import (
     logit_tolerance,
     longest_readable,
 )
+from common.models.merging import check_changes_logits
 from common.models.minilm import MINILM, minilm_folder
 from common.models.trained_weights import (
     add_lora,
@@ -47,7 +48,6 @@ from common.models.trained_weights import (
     train_linear_layers,
     train_own_weights,
 )
-from common.training.export import check_changes_logits
 from tests.unit.toys import tiny_shape
 
 FP32 = 1e-5

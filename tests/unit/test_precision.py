@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.training.replicas import Replicas
+from common.training.strategy import Strategy, WholeModel
+from common.training.trainer import trainer_of_rows, training_arguments
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -20,10 +23,7 @@ from common.training.ddp import Ddp
 from common.training.deepspeed_config import deepspeed_config
 from common.training.fsdp import Fsdp, shard
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.replicas import Replicas
-from common.training.strategy import Strategy, WholeModel
 from common.training.tensor_parallel import TensorParallel
-from common.training.trainer import trainer_of_rows, training_arguments
 from common.training.zero import Zero
 
 ALONE = Rank(0, 1, "cpu", "python")

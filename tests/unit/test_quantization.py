@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
+from common.training.trainer import training_arguments
 from transformers import Trainer
 
 from common.base.errors import BadInputError
@@ -32,7 +33,6 @@ from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from common.training.trainer import training_arguments
 from tests.unit.toys import tiny_shape
 
 CPU = {"": "cpu"}

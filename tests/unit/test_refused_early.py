@@ -16,6 +16,7 @@ from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import planner_command, preflight
 from common.checks.inputs import check_settings, check_trackers, check_training_rows
+from common.checks.optimizers import check_optimizer, check_schedule
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data import stored_rows
 from common.data.batches import longest_first
@@ -30,7 +31,6 @@ from common.planning.architectures import MODEL_CONFIGS, find_config, reach_of_p
 from common.tasks.answers import Judge
 from common.tasks.classification import Classified
 from common.training.loop import LoopTrainer
-from common.training.optimizers import check_optimizer, check_schedule
 
 RUN = RunConfig(independent_judge="none", report_to="none")
 PIPELINE = {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2}

@@ -204,15 +204,11 @@ def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it
     saver, named = object.__new__(Saver), tmp_path / "other" / "checkpoint-3"
     saver.folder, saver.writes, saver.rank = tmp_path, True, SimpleNamespace(is_main=True)
     saver.log = SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last"))
-    saver.find_start()
-    assert saver.resumes_from is None
+    assert saver._find_checkpoint() is None
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
     saver.log.run = RunConfig(resume_from_checkpoint=str(named))
-    with pytest.raises(DamagedCheckpointError, match="other/checkpoint-3"):
-        saver.find_start()
+    assert saver._find_checkpoint() == named
     UnfinishedCheckpoint(tmp_path / "checkpoint-4", {HOLDS: FULL_STATE}, 0, commits=True).commit()
-    with pytest.raises(KeyError):  # its own, once there is one, which says nothing of its run here
-        saver.find_start()
+    assert saver._find_checkpoint() == tmp_path / "checkpoint-4", "its own, once there is one"
     saver.log.resumes = False
-    with pytest.raises(DamagedCheckpointError, match="other/checkpoint-3"):
-        saver.find_start()
+    assert saver._find_checkpoint() == named

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from common.training.strategy import Batch, Strategy, strategy_class
+from common.training.trainer import AuditedTrainer, make_trainer
 
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
@@ -27,8 +29,6 @@ from common.tasks.objectives import Objective, mean_loss
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
 from common.training.steps import record, train
-from common.training.strategy import Batch, Strategy, strategy_class
-from common.training.trainer import AuditedTrainer, make_trainer
 
 
 class Averaging(Strategy):
