@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.training.loop import TrainingLoop
-from tests.unit.toys import train
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -38,6 +36,8 @@ from common.tasks.preferences import (
     pair_metrics,
     pair_results,
 )
+from common.training.loop import TrainingLoop
+from tests.unit.toys import train
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 BETA = 0.3
@@ -140,7 +140,7 @@ def step(loop: TrainingLoop, batch: list[Tokens], pairs: int) -> tuple[float, di
     """The loss and the gradients of a batch, as a part of a step of so many pairs."""
     loss = loop.loss(loop.collated(batch), pairs)
     loss.backward()
-    return float(loss), gradients(loop.model)
+    return loss.item(), gradients(loop.model)
 
 
 # -- a step is TRL's
@@ -177,7 +177,7 @@ def test_loss_and_gradients_of_a_step_are_trls(
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert abs(loss - math.log(2)) > 0.01, "the reference is another model by now"
     assert found.keys() == moved.keys()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert max(float(each.abs().max()) for each in wanted.values()) > 1e-3
 
 

@@ -586,7 +586,7 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
 def test_logits_of_a_few_tokens_are_compared_where_the_vocabulary_is_large(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 1000)
+    monkeypatch.setattr("common.models.merging.LOGITS_AT_ONCE", 1000)
     rows = [dict.fromkeys(("input_ids", "attention_mask", "labels"), [1] * length) for length in (6, 30, 3)]
     config = LlamaConfig(vocab_size=100)
     loop = SimpleNamespace(
