@@ -17,7 +17,8 @@ WORKER = "toy_house.py"
 STEPS = 5
 SETTINGS = (
     "--report_to", "none", "--independent_judge", "none", "--max_steps", f"{STEPS + 1}", "--eval_steps", "1",
-    "--dataloader_num_workers", "1", "--early_stopping_patience", "9", "--learning_rate", "1e-3", "--max_new_tokens", "4",
+    "--dataloader_num_workers", "1", "--early_stopping_patience", "9", "--learning_rate", "1e-3",
+    "--max_new_tokens", "4",
 )  # fmt: skip
 ROWS = {"train": range(41), "validation": range(50, 59), "test": range(60, 65)}
 
