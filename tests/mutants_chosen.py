@@ -925,7 +925,7 @@ GPUS = (
         "model parallel's layers all stay on the first device",
         "common/models/loading.py",
         "            device_map=device_map,\n            output_loading_info=True,\n",
-        "            device_map=dict.fromkeys(device_map, next(iter(device_map.values()))),\n            output_loading_info=True,\n",
+        "            device_map=dict.fromkeys(device_map, min(device_map.values())),\n            output_loading_info=True,\n",
         _equals_one_device("MP, full"),
     ),
 )
