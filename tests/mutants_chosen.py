@@ -924,8 +924,8 @@ GPUS = (
     Fault(
         "model parallel's layers all stay on the first device",
         "common/models/loading.py",
-        "            device_map=device_map,\n            output_loading_info=True,\n",
-        "            device_map=dict.fromkeys(device_map, min(device_map.values())),\n            output_loading_info=True,\n",
+        "            device_map=device_map,\n            output_",
+        "            device_map=dict.fromkeys(device_map, min(device_map.values())),\n            output_",
         _equals_one_device("MP, full"),
     ),
 )
