@@ -131,7 +131,10 @@ def check_resumable(
 def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a checkpoint's parts or rows are not this run's."""
     if about.get("form") != FORM:
-        yield "that an older version of this repository wrote, in files that this one does not read: begin anew"
+        yield (
+            "that an older version of this repository wrote, in files that this one does not read: leave "
+            "--resume_from_checkpoint out to begin anew"
+        )
     changed = "make them equal, or rows would be skipped or repeated"
     parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
     are_whole = all(each.is_single or each.replicates for each in parallelisms)

@@ -1,5 +1,6 @@
 """Several machines that work on one run: who differs is named, and they find the network between them."""
 
+import importlib
 import os
 import shutil
 from dataclasses import replace
@@ -8,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.training.replicas import check_same_weights
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -16,7 +16,6 @@ from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.runtime import machines
 from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
-from common.training import replicas
 
 RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3, nodes=3)
 ROWS = [{"text": "a", "summary": "b"}]
@@ -51,13 +50,14 @@ def test_places_may_differ() -> None:
 
 
 def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    monkeypatch.syspath_prepend(REPOSITORY / "3.2_summarization" / "run_0_cpu_x2")
+    replicas, model = importlib.import_module("my_utils_summarization"), torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     monkeypatch.setattr(replicas, "gather_object", lambda own: own * 2)
-    check_same_weights(model)
+    replicas.check_same_weights(model)
     monkeypatch.setattr(replicas, "gather_object", lambda own: [*own, ("host1", "0" * 12)])
     said = r"different weights \(rank 0 \(.+\) \w{12}, rank 1 \(host1\) 000000000000\)"
     with pytest.raises(BadInputError, match=said):
-        check_same_weights(model)
+        replicas.check_same_weights(model)
 
 
 @pytest.fixture

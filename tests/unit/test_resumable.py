@@ -1,33 +1,28 @@
 """Which checkpoint a run can resume from."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from common.training.trainer import CheckpointedTrainer
-from transformers import TrainingArguments
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import Splits
 from common.models.loading import EMBEDDED_BASE
-from common.runtime.rank import end_rank
 from common.training.checkpoints import (
+    FULL_STATE,
+    HOLDS,
     MANIFEST_FILE,
     DamagedCheckpointError,
-    about_run,
-    check_checkpoint,
-    digests_of,
-    found_in,
+    UnfinishedCheckpoint,
     read_manifest,
-    say_changes,
     write_manifest,
 )
+from common.training.resuming import about_run, check_checkpoint, digests_of, say_changes
+from common.training.saver import Saver
 
 ROWS = 96
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
@@ -72,7 +67,7 @@ PP = {"parallel": "pp", "micro_batches": 4}
         ({"num_train_epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"seed": 43}, {}, "with 42 as seed, but this run has 43"),
         ({}, {"rows": 95}, "with 95 training rows, but this run has 96"),
-        ({}, {"loop": "plain"}, "of another loop .plain., which this workflow cannot read"),
+        ({}, {"form": None, "loop": "plain"}, "older version .* files that this one does not read.* to begin anew"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "per_device_train_batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and the parts of zero3 fit no other number: pass --devices 2"),
@@ -189,24 +184,10 @@ def test_rows_of_plain_text_are_counted_by_their_pieces(tmp_path: Path) -> None:
     check_checkpoint(run, "python", 7, KINDS)
 
 
-def test_the_trainers_checkpoint_is_refused_where_a_loop_is_written_out(tmp_path: Path) -> None:
-    """House: a checkpoint of 2.2 in 2.6 with DDP and LoRA passed the check, and was not found."""
-    there = RunConfig(parallel="ddp", devices=2, run_folder="2.2_lora_finetuning_with_ddp/run_0_cpu_x2")
-    here = replace(there, run_folder=FSDP.run_folder)
-    for file, run, refused in (("optimizer.pt", there, here), ("shards/__0_0.distcp", here, there)):
-        folder = tmp_path / run.run_folder / "checkpoint-3"
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text("")
-        write_manifest(folder, about_run(run, ROWS, KINDS))
-        check_checkpoint(replace(run, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
-        with pytest.raises(BadInputError, match="resume it in its own run folder"):
-            check_checkpoint(replace(refused, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
-
-
 def test_of_an_older_checkpoint_it_is_said_that_it_was_not_compared(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
-    known = ("technique", "parallel", "loop", "ranks", "rows_per_step", "rows", "seed", "order")
+    known = ("form", "technique", "parallel", "ranks", "rows_per_step", "rows", "seed", "order")
     about = {name: value for name, value in about_run(SINGLE, ROWS).items() if name in known}
     write_manifest(folder, about)
     run = replace(SINGLE, lora_r=16, resume_from_checkpoint=str(folder))
@@ -217,46 +198,17 @@ def test_of_an_older_checkpoint_it_is_said_that_it_was_not_compared(tmp_path: Pa
 # -- which one
 
 
-class Rows(torch.nn.Module):
-    """A model of one weight, whose loss is its product with a row's number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.weight * number).mean()}
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[CheckpointedTrainer]:
-    """Four steps with a checkpoint after each, and no validation: so none is the best."""
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "checkpoints"), max_steps=4, per_device_train_batch_size=1, save_steps=1,
-        save_strategy="steps", use_cpu=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
-    rows = [{"number": float(number)} for number in range(4)]
-    trainer = CheckpointedTrainer(model=Rows(), args=arguments, train_dataset=rows)
-    trainer.about = about_run(RunConfig(), len(rows))
-    yield trainer
-    end_rank()
-
-
-def test_without_a_best_checkpoint_the_two_newest_are_kept(trainer: CheckpointedTrainer) -> None:
-    trainer.train()
-    assert [folder.name for folder in found_in(Path(trainer.args.output_dir))] == ["checkpoint-4", "checkpoint-3"]
-
-
 def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it_names(
-    trainer: CheckpointedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = tmp_path / "other" / "checkpoint-3"
-    log = SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last"))
-    assert trainer.find_resume_checkpoint(log) is None
+    saver, named = object.__new__(Saver), tmp_path / "other" / "checkpoint-3"
+    saver.folder, saver.writes, saver.rank = tmp_path, True, SimpleNamespace(is_main=True)
+    saver.log = SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last"))
+    assert saver._find_checkpoint() is None
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
-    log.run = RunConfig(resume_from_checkpoint=str(named))
-    assert trainer.find_resume_checkpoint(log) == named
-    trainer.train()
-    assert trainer.find_resume_checkpoint(log).name == "checkpoint-4", "its own, once there is one"
-    log.resumes = False
-    assert trainer.find_resume_checkpoint(log) == named
+    saver.log.run = RunConfig(resume_from_checkpoint=str(named))
+    assert saver._find_checkpoint() == named
+    UnfinishedCheckpoint(tmp_path / "checkpoint-4", {HOLDS: FULL_STATE}, 0, commits=True).commit()
+    assert saver._find_checkpoint() == tmp_path / "checkpoint-4", "its own, once there is one"
+    saver.log.resumes = False
+    assert saver._find_checkpoint() == named
