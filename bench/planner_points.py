@@ -1,13 +1,12 @@
 """What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
-Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
-the second counts. Points with a smaller card's memory show whether what is said to fit does.
+Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts. Points
+with a smaller card's memory show whether what is said to fit does.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
 
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,7 +20,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
-from common.checks.fake_steps import STEPS, batch_inputs, build_model, mark_segments, step_trainer, take_step
+from common.checks.fake_steps import batch_inputs, build_model, mark_segments, take_step
 from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.loading import any_shape_config, load_base_model
 from common.models.trained_weights import add_lora
@@ -31,8 +30,9 @@ from common.planning.job import BatchShape
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from common.training.strategy import chunk_loss
-from common.training.trainer import training_arguments
+from common.runtime.world import Rank
+from common.training.optimizers import make_optimizer
+from common.training.part import Part
 
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
@@ -185,24 +185,20 @@ class PeakWatch:
 
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
-    """Two optimizer steps by the run's own trainer on `device`; the memory of the second, segment by segment."""
+    """Two optimizer steps on `device`, as a workflow takes them; the memory of the second, segment by segment."""
     if run.technique == "qlora":
         model = add_lora(load_base_model(run, {"": device}), run)
-        chunk_loss(run, model)
     else:
         with torch.device(device):
             model = build_model(run, any_shape_config(run.model))
-    inputs = {name: tensor.to(device) for name, tensor in batch_inputs(batch, model).items()}
-    watch = PeakWatch(device)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(run, Path(folder))
-        trainer = step_trainer(model, arguments)
-        wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
-        mark_segments(model, watch)
-        for _ in range(STEPS):
-            watch.restart()
-            take_step(trainer, wrapped, optimizer, inputs, watch)
-        watch.remember()
+    inputs, watch = batch_inputs(batch, model), PeakWatch(device)
+    part = Part(model, run, Rank(0, 1, device, "python"))
+    part.optimizer = make_optimizer(model, run)
+    mark_segments(model, watch)
+    for _ in range(2):  # the second has optimizer states from its start
+        watch.restart()
+        take_step(part, inputs, watch)
+    watch.remember()
     return watch
 
 
