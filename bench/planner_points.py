@@ -1,7 +1,7 @@
 """What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
-Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
-the second counts. Points with a smaller card's memory show whether what is said to fit does.
+Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts. Points
+with a smaller card's memory show whether what is said to fit does.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
@@ -22,7 +22,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
-from common.checks.fake_steps import STEPS, mark_segments
+from common.checks.fake_steps import mark_segments
 from common.checks.folder_training import tried_by_folder
 from common.checks.tried_rows import rows_of_length
 from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
@@ -202,7 +202,7 @@ class PeakWatch(TrainerCallback):
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     """Two optimizer steps by the technique's own workflow on `device`; the memory of the second, by segment."""
-    watch, asked = PeakWatch(device), replace(run, max_steps=STEPS, per_device_train_batch_size=batch.rows)
+    watch, asked = PeakWatch(device), replace(run, max_steps=2, per_device_train_batch_size=batch.rows)
     with tempfile.TemporaryDirectory() as folder:
         log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [watch])
         tried_by_folder(log, rows_of_length(asked, batch.length))

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -45,10 +46,9 @@ from common.tasks.preferences import REFERENCES
 from common.training.answer_logits import tell_of_answers
 from common.training.optimizers import make_optimizer
 from common.training.part import Part
-from common.training.pipeline import PassClock, Pipeline, hidden_dtype, pipeline_of
+from common.training.pipeline import PassClock, Pipeline, StageModule, hidden_dtype
 from common.training.pipeline_parallel import Stage
 
-STEPS = 2  # the second has optimizer states from its start, and is the one that counts
 WHOLE = Share(())  # both ends; the model says how many layers there are
 HEAD_AND_LOSS = "head and loss"
 
@@ -86,9 +86,7 @@ def fake_step(
     )
     like_gpu = like_triton(batch.labelled) if as_on_gpu and batch.goal.compares else nullcontext()
     with mode, no_row_is_packed, grouped_in_bf16, every_tile_counts(model, batch), like_gpu:
-        if share and run.parallelism.pipelines:
-            return tracked_stage_steps(run, model, inputs, number, as_on_gpu)
-        return tracked_steps(run, model, inputs, as_on_gpu, share or WHOLE)
+        return tracked_step(run, model, inputs, as_on_gpu, share or WHOLE, number)
 
 
 def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:
@@ -130,12 +128,9 @@ def every_tile_counts(model: PreTrainedModel | PeftModel, batch: BatchShape) -> 
     def without_padding(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         return mask(*args, **{**kwargs, "attention_mask": None})
 
-    def unchecked(*_: object) -> None:  # a `Mock` would keep what it is called with alive
-        return None
-
     with (
         mock.patch.object(room, "create_bidirectional_mask", without_padding),
-        mock.patch.object(room, "torch_compilable_check", unchecked),
+        mock.patch.object(room, "torch_compilable_check", _nothing),
         _Told(torch.clone, {torch.Tensor.item: lambda _: batch.tiles}),  # every tile is chosen
     ):
         yield
@@ -149,22 +144,23 @@ def like_triton(labelled: int) -> Iterator[None]:
     products to fp32 without copies.
     """
 
-    def nothing(*_: object, **__: object) -> None:
-        return None
-
     def last(given: torch.Tensor) -> torch.Tensor:
         return given[:, -labelled:].flatten(0, 1)
 
     def scattered(everywhere: torch.Tensor, _: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return pad(values.view(len(everywhere), labelled), (everywhere.shape[1] - labelled, 0))
 
-    in_place = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), nothing)
+    in_place = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), _nothing)
     with (
         mock.patch.multiple(chunked_logprob, **in_place),
         mock.patch.object(trl.trainer.utils, "_use_triton", return_value=True),
         _Told(last, {torch.Tensor.masked_scatter: scattered}),
     ):
         yield
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Do nothing; a `Mock` would keep what it is called with alive."""
 
 
 class _Told(TorchFunctionMode):
@@ -230,67 +226,44 @@ def tokens_of_tile(config: PretrainedConfig) -> int:
     return (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
 
 
-def tracked_steps(
+def tracked_step(
     run: RunConfig,
     model: PreTrainedModel | PeftModel,
     inputs: dict[str, Any],
     as_on_gpu: bool,
     share: Share = WHOLE,
+    number: int = 0,
 ) -> Timeline:
-    """Take two optimizer steps on a CPU as training does; return the timeline of the second.
+    """Take an optimizer step on a CPU as training does; return its timeline.
 
-    `share` is the part of a divided model that `model` holds.
+    Optimizer states are there before it, from an update without passes. `share` is the part of a divided model that
+    `model` holds, for device `number`; a stage of a pipeline sends and receives nothing.
     """
-    with ExitStack() as stack:
-        tracker = stack.enter_context(tracked(model, inputs, as_on_gpu, share))
-        module = model
-        if run.parallelism.replicates:
-            tracker.enter("load", "gradients")  # its buckets hold them
-            module = stack.enter_context(one_of_many_ranks(model, run.world_size))
-        part = with_optimizer(Part(module, on_cpu(run), Rank(0, 1, "cpu", "python")), as_on_gpu)
-        for _ in range(STEPS):
-            tracker.timeline.clear()
-            take_step(part, inputs, tracker, share)
-    return tracker.timeline
-
-
-def tracked_stage_steps(
-    run: RunConfig, model: PreTrainedModel | PeftModel, inputs: dict[str, torch.Tensor], stage: int, as_on_gpu: bool
-) -> Timeline:
-    """Take an optimizer step of one stage by the run's own pipeline, which sends and receives nothing.
-
-    Optimizer states are there before it, from an update without passes.
-    """
-    share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
-    rank, alone = Rank(stage, run.devices, "cpu", "python"), on_cpu(run)
-    with (
-        tracked(model, inputs, as_on_gpu, share) as tracker,
-        fake_group(stage, run.devices),
-        mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote, create=True),
-    ):
-        pipeline = watched_pipeline(model, alone, rank, tracker)
-        if "attention_mask" not in inputs:  # that a mask is of ones alone cannot be read from a fake one
-            pipeline.module.register_forward_pre_hook(_without_mask, with_kwargs=True)
-        part = with_optimizer(Stage(pipeline, alone, rank), as_on_gpu)
-        batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
-        make_optimizer_states(part, tracker)
-        tracker.timeline.clear()
-        take_stage_step(part, batch, tracker)
-    return tracker.timeline
-
-
-@contextmanager
-def tracked(
-    model: PreTrainedModel | PeftModel, inputs: dict[str, Any], as_on_gpu: bool, share: Share
-) -> Iterator[MemoryTracker]:
-    """Track the weights and `inputs` and what steps make, with the operations that a GPU or a CPU chooses."""
     tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
     tracker.add_all({"weights": (*model.parameters(), *model.buffers()), "buffers": given})
-    with like_cuda() if as_on_gpu else nullcontext(), tracker:
+    with ExitStack() as stack:
+        stack.enter_context(like_cuda() if as_on_gpu else nullcontext())
+        stack.enter_context(tracker)
         mark_segments(model, tracker, _after_layers(share))
         watch_gradients(model, tracker)
-        yield tracker
+        if run.parallelism.pipelines:
+            part = stack.enter_context(stage_alone(run, model, number, "attention_mask" in inputs, tracker))
+            take = take_stage_step
+        else:
+            module = model
+            if run.parallelism.replicates:
+                tracker.enter("load", "gradients")  # its buckets hold them
+                module = stack.enter_context(one_of_many_ranks(model, run.world_size))
+            part, take = Part(module, on_cpu(run), Rank(0, 1, "cpu", "python")), partial(take_step, share=share)
+        part.optimizer = make_optimizer(part.model, part.run)
+        if as_on_gpu:
+            for group in part.optimizer.param_groups:
+                group["foreach"] = not group.get("fused")
+        make_optimizer_states(part, tracker)
+        tracker.timeline.clear()
+        take(part, inputs, tracker)
+    return tracker.timeline
 
 
 def on_cpu(run: RunConfig) -> RunConfig:
@@ -298,15 +271,6 @@ def on_cpu(run: RunConfig) -> RunConfig:
     alone = {} if run.parallelism.pipelines else {"parallel": "single", "devices": 1}
     kernels = {"attention": "sdpa", "use_liger_kernel": False, "torch_compile": False}
     return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto", max_batch_tokens=0)
-
-
-def with_optimizer(part: Part, as_on_gpu: bool) -> Part:
-    """Return `part` with its optimizer, whose steps are those of a GPU or a CPU."""
-    part.optimizer = make_optimizer(part.model, part.run)
-    if as_on_gpu:
-        for group in part.optimizer.param_groups:
-            group["foreach"] = not group.get("fused")
-    return part
 
 
 def make_optimizer_states(part: Part, tracker: Watch) -> None:
@@ -319,9 +283,13 @@ def make_optimizer_states(part: Part, tracker: Watch) -> None:
     part.step()
 
 
-def watched_pipeline(model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank, tracker: Watch) -> Pipeline:
-    """Return the pipeline of one stage; `tracker` is told when a pass begins."""
-    pipeline = pipeline_of(model, run, rank)
+@contextmanager
+def stage_alone(
+    run: RunConfig, model: PreTrainedModel | PeftModel, number: int, padded: bool, tracker: Watch
+) -> Iterator[Stage]:
+    """Make `model` a stage of the run's pipeline without other stages; `tracker` is told when a pass begins."""
+    alone, rank = on_cpu(run), Rank(number, run.devices, "cpu", "python")
+    pipeline = Pipeline(StageModule(model, alone, rank), alone, rank)
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
         "backward": f"backward: {HEAD_AND_LOSS if pipeline.module.is_last else HANDING_ON}",
@@ -333,14 +301,16 @@ def watched_pipeline(model: PreTrainedModel | PeftModel, run: RunConfig, rank: R
         return PassClock.timed(pipeline.clock, kind, *args, **kwargs)
 
     pipeline.clock.timed = timed
-    return pipeline
+    if not padded:  # that a mask is of ones alone cannot be read from a fake one
+        pipeline.module.register_forward_pre_hook(
+            lambda _, given, named: (given, {**named, "attention_mask": None}), with_kwargs=True
+        )
+    without_a_vote = mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _know_shapes, create=True)
+    with fake_group(number, run.devices), without_a_vote:
+        yield Stage(pipeline, alone, rank)
 
 
-def _without_mask(_: torch.nn.Module, given: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return given, {**named, "attention_mask": None}
-
-
-def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
+def _know_shapes(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
     """Skip the exchange of shapes that PyTorch 2.12 and later do first: stages know them; there is no other rank."""
     for stage in stages:
         stage._inference_mode = pipelining.InferenceMode.STATIC
@@ -365,20 +335,9 @@ def loss_of_share(part: Part, inputs: dict[str, Any], share: Share) -> torch.Ten
         return part.loss(inputs, 1)
     for_layers = {name: inputs[name] for name in ("input_ids", "inputs_embeds", "attention_mask") if name in inputs}
     with part.autocast():
-        return _LossElsewhere.apply(part.module(**for_layers, use_cache=False).logits)
-
-
-class _LossElsewhere(torch.autograd.Function):
-    """The layers of other devices: a number for their loss, and a gradient as it comes back from them."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
-        return hidden.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.empty(ctx.shape, dtype=ctx.dtype)
+        handed_on = part.module(**for_layers, use_cache=False).logits
+    handed_on.register_hook(torch.clone)  # the gradient of a sum is one number, what comes back is not
+    return handed_on.sum()
 
 
 def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share = WHOLE) -> None:
@@ -397,7 +356,7 @@ def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share =
 def take_stage_step(part: Stage, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
     """Take one optimizer step of a stage as a workflow does; `tracker` is told of its phases."""
     tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
-    part.back_propagate(batch, 1)
+    part.back_propagate({"attention_mask": torch.ones_like(batch["input_ids"]), **batch}, 1)
     tracker.enter("optimizer: tied weights and clipping", "buffers")
     part.clip_gradients(part.run.max_grad_norm)
     tracker.enter("optimizer: step", "optimizer")
@@ -425,10 +384,11 @@ def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HE
 @contextmanager
 def one_of_many_ranks(model: torch.nn.Module, world_size: int) -> Iterator[DistributedDataParallel]:
     """Wrap `model` as rank 0 of `world_size` under DDP, with collectives that send nothing."""
-    with fake_group(0, world_size):
+    # after the first step it asks rank 0 for the buckets' order; there is no rank 0 to ask
+    as_they_are = mock.patch.object(torch.distributed.Reducer, "_rebuild_buckets", return_value=False)
+    with fake_group(0, world_size), as_they_are:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)  # with no other rank
         wrapped.register_comm_hook(None, noop_hook)
-        wrapped.reducer = _ReducerWithoutRebuild(wrapped.reducer)
         yield wrapped
 
 
@@ -442,16 +402,3 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-class _ReducerWithoutRebuild:
-    """DDP's reducer, which after the first step asks rank 0 for the buckets' order; there is no rank 0 to ask."""
-
-    def __init__(self, reducer: torch.distributed.Reducer) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
