@@ -85,16 +85,6 @@ def learnt(row: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(RUN)
-
-
-@pytest.fixture(scope="module")
-def summarizers() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER)
-
-
 # -- calls of tools
 
 
