@@ -88,7 +88,12 @@ def literal_lines(source: str) -> tuple[int, int]:
 
 def read_literal(workflow: Path) -> RunConfig:
     """Return the run that a workflow's literal describes, without importing the workflow."""
-    call = assignments(workflow.read_text(encoding="utf-8"))["RUN"].value
+    return _literal_in(workflow.read_text(encoding="utf-8"))
+
+
+@cache
+def _literal_in(source: str) -> RunConfig:
+    call = assignments(source)["RUN"].value
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
 
 

@@ -206,8 +206,17 @@ def kept_files(folders: str = KEPT) -> list[Path]:
 
 
 def kept_records(folders: str = KEPT) -> list[Record]:
-    """Return every record that was kept in `folders`, a pattern, in the order of folders and names."""
-    return [record for _, record in records_in(kept_files(folders))]
+    """Return every record that was kept in `folders`, a pattern, in the order of folders and names.
+
+    They are read again only when a file has changed, as plans are made by the hundred: change none of them.
+    """
+    files = kept_files(folders)
+    return list(_whole_records(tuple(files), tuple(file.lstat().st_mtime_ns for file in files)))
+
+
+@cache
+def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> list[Record]:
+    return [record for _, record in records_in(files)]
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:

@@ -33,7 +33,6 @@ from common.data.row_checks import say_few_steps
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row
 from common.data.splits import load_splits, tokens_of
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
-from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
 from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, write
 
@@ -169,11 +168,6 @@ TURNS = ["Who?", "Ann.", "When?", "At noon."]
 CONVERSATION = {
     "messages": [{"role": ("user", "assistant")[n % 2], "content": says} for n, says in enumerate(TURNS)],
 }
-
-
-@pytest.fixture
-def tokenizer(run_config: RunConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(run_config)
 
 
 def learnt(tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant") -> str:

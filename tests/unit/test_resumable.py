@@ -28,10 +28,10 @@ ROWS = 96
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
 
 
-def _checkpoint(root: Path, run: RunConfig = FSDP, **about: object) -> str:
+def _checkpoint(root: Path, run: RunConfig = FSDP, data: dict[str, str] | None = None, **about: object) -> str:
     folder = root / "checkpoint-3"
     folder.mkdir(parents=True)
-    write_manifest(folder, {**about_run(run, ROWS), **about})
+    write_manifest(folder, {**about_run(run, ROWS, data), **about})
     return str(folder)
 
 
@@ -100,13 +100,6 @@ SINGLE = RunConfig()
 KINDS = {"training": "96 rows, digest a", "validation": "8 rows, digest b"}
 
 
-def _saved(root: Path, run: RunConfig = SINGLE, data: dict[str, str] = KINDS, **about: object) -> str:
-    folder = root / "checkpoint-3"
-    folder.mkdir(parents=True)
-    write_manifest(folder, {**about_run(run, ROWS, data), **about})
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("before", "now"),
     [
@@ -122,7 +115,7 @@ def test_another_setting_is_refused_by_name_with_both_values(
     tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
     was = replace(SINGLE, **before)
-    run = replace(was, **now, resume_from_checkpoint=_saved(tmp_path, was))
+    run = replace(was, **now, resume_from_checkpoint=_checkpoint(tmp_path, was, KINDS))
     ((name, value),) = now.items()
     with pytest.raises(BadInputError, match=name) as refusal:
         check_checkpoint(run, "python", ROWS, KINDS)
@@ -131,7 +124,7 @@ def test_another_setting_is_refused_by_name_with_both_values(
 
 
 def test_how_far_and_how_fast_and_what_is_reported_may_change(tmp_path: Path) -> None:
-    folder = _saved(tmp_path, replace(SINGLE, target_modules="v_proj, q_proj"))
+    folder = _checkpoint(tmp_path, replace(SINGLE, target_modules="v_proj, q_proj"), KINDS)
     run = replace(
         SINGLE, target_modules="q_proj,v_proj", num_train_epochs=9, learning_rate=1e-5, eval_steps=2, save_steps=3.0,
         max_new_tokens=5, report_to="none", step_timeout_s=9.0, gradient_checkpointing=True, test_rows=3,
@@ -144,14 +137,14 @@ def test_how_far_and_how_fast_and_what_is_reported_may_change(tmp_path: Path) ->
     assert f"{run.total_steps(ROWS)}" in said
     assert not say_changes(SINGLE, ROWS, Path(folder), read_manifest(Path(folder))["about"])
     measured = replace(SINGLE, lr_scheduler_type="reduce_lr_on_plateau")
-    folder = _saved(tmp_path / "measured", measured)
+    folder = _checkpoint(tmp_path / "measured", measured, KINDS)
     with pytest.raises(BadInputError, match=r"learning rate 0\.001, but this run's is 1e-05"):
         check_checkpoint(replace(measured, learning_rate=1e-5, resume_from_checkpoint=folder), "python", ROWS, KINDS)
 
 
 @pytest.mark.parametrize("split", KINDS)
 def test_other_rows_are_refused(tmp_path: Path, split: str) -> None:
-    run = replace(SINGLE, resume_from_checkpoint=_saved(tmp_path))
+    run = replace(SINGLE, resume_from_checkpoint=_checkpoint(tmp_path, SINGLE, KINDS))
     check_checkpoint(run, "python", ROWS, KINDS)
     with pytest.raises(BadInputError, match=rf"other {split} rows \({KINDS[split]}\) than this run's \(96 rows, dig"):
         check_checkpoint(run, "python", ROWS, {**KINDS, split: "96 rows, digest c"})
@@ -168,7 +161,7 @@ def test_rows_are_told_apart_by_their_texts_and_order_and_not_by_their_file() ->
 
 def test_another_model_or_tokenizer_is_refused_and_one_that_has_moved_is_not(tmp_path: Path) -> None:
     model = Path(shutil.copytree(EMBEDDED_BASE, tmp_path / "moved"))
-    run = replace(SINGLE, model=str(model), resume_from_checkpoint=_saved(tmp_path))
+    run = replace(SINGLE, model=str(model), resume_from_checkpoint=_checkpoint(tmp_path, SINGLE, KINDS))
     check_checkpoint(run, "python", ROWS, KINDS)
     weights = model / "model.safetensors"
     for file, content in ((weights, weights.read_bytes()[:-1] + b"\0"), (model / "chat_template.jinja", b"other")):
@@ -180,7 +173,7 @@ def test_another_model_or_tokenizer_is_refused_and_one_that_has_moved_is_not(tmp
 
 
 def test_rows_of_plain_text_are_counted_by_their_pieces(tmp_path: Path) -> None:
-    run = replace(SINGLE, resume_from_checkpoint=_saved(tmp_path))
+    run = replace(SINGLE, resume_from_checkpoint=_checkpoint(tmp_path, SINGLE, KINDS))
     check_checkpoint(run, "python", 7, KINDS)
 
 
