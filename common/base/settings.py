@@ -4,10 +4,8 @@ Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `Lora
 `ModelConfig` means have its name.
 """
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
 from typing import Any, Literal
 
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
@@ -580,55 +578,3 @@ GROUPS = (
     ModelSettings, DataSettings, TrainingSettings, AdapterSettings, ParallelismSettings, EvaluationSettings,
     TrackingSettings,
 )  # fmt: skip
-
-# names that settings had in older records and commands, and those that they have now
-RENAMED = {
-    "batch_size": "per_device_train_batch_size",
-    "evaluation_batch_size": "per_device_eval_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "epochs": "num_train_epochs",
-    "warmup_share": "warmup_steps",
-    "scheduler": "lr_scheduler_type",
-    "optimizer": "optim",
-    "report_share": "eval_steps",
-    "early_stop": "early_stopping_patience",
-    "cut_off_share": "max_truncated_fraction",
-    "beams": "num_beams",
-    "max_summary_length": "max_target_length",
-    "figures": "log_format",
-    "lora_rank": "lora_r",
-    "bucket_mib": "bucket_cap_mb",
-    "resume_from": "resume_from_checkpoint",
-}
-
-
-def with_new_names(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a record's settings by the names that they have now; those that have them already stay."""
-    config = {RENAMED.get(name, name): value for name, value in config.items()}
-    checkpointing = config.get("gradient_checkpointing")
-    if isinstance(checkpointing, str):
-        config["gradient_checkpointing"] = checkpointing != "none"
-        config["use_reentrant"] = checkpointing == "reentrant"
-    return config
-
-
-@cache
-def _aliases() -> frozenset[str]:
-    """Return the shorter names of settings."""
-    found = (each.metadata["aliases"] for group in GROUPS for each in fields(group))
-    return frozenset(alias.lstrip("-") for aliases in found for alias in aliases)
-
-
-def command_with_new_names(command: str) -> str:
-    """Return a record's command so that it can be given today; what is still an alias stays as short as it is."""
-    for old, new in (
-        ("non-reentrant", "--gradient_checkpointing"),
-        ("reentrant", "--gradient_checkpointing --use_reentrant"),
-        ("none", "--no_gradient_checkpointing"),
-    ):
-        command = command.replace(f"--gradient_checkpointing {old}", new)
-    return re.sub(
-        r"--(\w+)",
-        lambda option: option[0] if option[1] in _aliases() else f"--{RENAMED.get(option[1], option[1])}",
-        command,
-    )
