@@ -69,10 +69,6 @@ def is_of_the_network(error: BaseException) -> bool:
     return isinstance(error, DistError) or GLOO.match(str(error)) is not None
 
 
-def _is_of_lost_rank(error: BaseException) -> bool:
-    return "torch.distributed" in sys.modules and is_of_the_network(error)
-
-
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error means a full disk; safetensors' own class has the system's number in its message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
@@ -128,7 +124,8 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
         raise
     except BaseException as error:
         is_of_rust = type(error).__name__ == "PanicException"  # of tokenizers and safetensors; no Exception to Python
-        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or _is_of_lost_rank(error)
+        is_lost_rank = "torch.distributed" in sys.modules and is_of_the_network(error)
+        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or is_lost_rank
         if is_of_machine or not (is_of_rust or isinstance(error, Exception)):
             raise
         why = f"{type(error).__name__}: {said_by(error)}"

@@ -75,7 +75,9 @@ class OneSentenceParser(argparse.ArgumentParser):
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with code 2, and name the option that is closest to the first unknown one."""
         known = {option.lstrip("-"): option for option in (*self.options, *self.further_options)}
-        meant = closest(unknown[0].lstrip("-").partition("=")[0], known) if unknown[0].startswith("-") else ""
+        asked = unknown[0].lstrip("-").partition("=")[0]
+        parts = (name for name in known if len(asked) > 3 and asked in name)  # --epoch: num_train_epochs
+        meant = closest(asked, known) or next(parts, "") if unknown[0].startswith("-") else ""
         question = f": did you mean {known[meant]}?" if meant else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
 

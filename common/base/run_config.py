@@ -86,14 +86,14 @@ class RunConfig(
     """
 
     def __post_init__(self) -> None:
-        self.check_types()
+        self.check_each()
         self._check_secrets()
-        complaint = next(chain(self._out_of_range(), self._meaningless(), contradictions(self)), None)
+        complaint = next(chain(self._meaningless(), contradictions(self)), None)
         if complaint:
             raise BadInputError(complaint)
 
-    def check_types(self) -> None:
-        """Check each setting by itself: its kind, its choices, and that numbers are finite and can be counted with.
+    def check_each(self) -> None:
+        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with.
 
         Raises:
             BadInputError: with the setting and its value.
@@ -115,10 +115,14 @@ class RunConfig(
                 )
             elif expected is str and "\0" in value:
                 raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
-            elif each.name in OF_FILES and "://" not in value and _longest_name(value) > LONGEST_NAME:
+            elif each.name in OF_FILES and "://" not in value and max(map(_bytes_in, value.split("/"))) > LONGEST_NAME:
                 raise BadInputError(
                     f"{each.name} is {value[:40]}..., but a file's name has at most {LONGEST_NAME} bytes: correct it."
                 )
+        for allowed, name in ((allowed, name) for allowed, names in RANGES.items() for name in names):
+            value, default = getattr(self, name), getattr(type(self), name)
+            if not allowed.holds(value):
+                raise BadInputError(allowed.refusal.format(name=name, value=value, default=default))
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -130,13 +134,6 @@ class RunConfig(
                     f"{name} has {found} in it, and settings are kept in records and notebooks: leave it in the "
                     "environment, where libraries find it."
                 )
-
-    def _out_of_range(self) -> Iterator[str]:
-        for allowed, names in RANGES.items():
-            for name in names:
-                value = getattr(self, name)
-                if not allowed.holds(value):
-                    yield allowed.refusal.format(name=name, value=value, default=getattr(type(self), name))
 
     def _meaningless(self) -> Iterator[str]:
         for name, runs in not_meant_for(self).items():
@@ -257,9 +254,8 @@ class RunConfig(
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
 
 
-def _longest_name(path: str) -> int:
-    """Return the bytes of the longest name in a path."""
-    return max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
+def _bytes_in(name: str) -> int:
+    return len(name.encode(errors="surrogateescape"))
 
 
 class _Unchecked(RunConfig):
@@ -273,10 +269,10 @@ def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return those of settings with known names that mean nothing for their run, each with the runs that it is for.
 
     Raises:
-        BadInputError: see `RunConfig.check_types`.
+        BadInputError: see `RunConfig.check_each`.
     """
     run = _Unchecked(**settings)
-    run.check_types()  # before it is asked what its names mean
+    run.check_each()  # before it is asked what its names mean
     return not_meant_for(run)
 
 

@@ -6,13 +6,13 @@ Pydantic checks a record against `Fields`. Keys that are not named here are take
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NotRequired, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from common.base.errors import BadInputError
-from common.base.run_config import DEFAULTS, RANGES, RUN_NAME_PATTERN, RunConfig, idle_settings
+from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 
 MOST = 10**18
@@ -31,14 +31,6 @@ def _name(name: str) -> str:
     return name
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    for allowed, names in RANGES.items():
-        for name in names:
-            if name in config and not allowed.holds(config[name]):
-                raise ValueError(f"{name} is {config[name]!r}, which no run has")
-    return config
-
-
 def _drawn(score: float) -> float:
     if math.isfinite(score) and abs(score) > 1e100:
         raise ValueError("it is larger than any loss")
@@ -55,16 +47,6 @@ Score = Annotated[float, AfterValidator(_drawn)]
 """A loss or a score, which is no number or infinite where a run diverged."""
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
-TYPES_OF_SETTINGS = {int: Annotated[int, Field(ge=-MOST, le=MOST)], float: Figure, str: Text}
-Settings = Annotated[
-    TypedDict(
-        "Settings",
-        {name: TYPES_OF_SETTINGS.get(hint, hint) for name, hint in get_type_hints(RunConfig).items()
-         if not name.startswith("_")},
-        total=False,
-    ),
-    AfterValidator(_settings),
-]  # fmt: skip
 
 
 class Environment(TypedDict):
@@ -210,7 +192,7 @@ class Fields(TypedDict):
     launcher: Text
     command: Text
     started_at: Text
-    config: Settings
+    config: dict[Text, Text | bool | int | float]
     environment: Environment
     phases_s: dict[Text, Amount]
     model_commit: NotRequired[Text | None]
