@@ -14,7 +14,7 @@ from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import find_here
 from common.base.run_config import RunConfig
 from common.data.control_tokens import check_control_tokens
 from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
@@ -62,8 +62,7 @@ def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
 def _place_here(source: str) -> Path | None:
     """Return the file or folder of a source that is no URL, and not on the Hub."""
     source = source.removeprefix("file://")
-    places = () if is_url(source) else (source, os.path.expanduser(source), REPOSITORY / source)
-    return next((Path(place) for place in places if os.path.exists(place)), None)
+    return None if is_url(source) else find_here(source)
 
 
 @lru_cache(maxsize=1)
@@ -143,7 +142,8 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)
-        return {split: (_rows_of_files(names, kind), _place_of_files(names, folder)) for split, names in files.items()}
+        places = {split: folder if is_url(folder) else os.path.commonpath(names) for split, names in files.items()}
+        return {split: (_rows_of_files(names, kind), places[split]) for split, names in files.items()}
     if run.dataset_config:
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
@@ -163,11 +163,6 @@ def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
                 f"{file} holds {', '.join(splits)}, but is one split of its folder: pass --data with the file itself."
             )
         yield from next(iter(splits.values()))
-
-
-def _place_of_files(files: Sequence[str], folder: str) -> str:
-    """Return the only file, or the folder of several."""
-    return files[0] if len(files) == 1 else folder if is_url(folder) else os.path.commonpath(files)
 
 
 def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:

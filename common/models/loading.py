@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ from transformers.utils import is_liger_kernel_available
 
 from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.answer_ends import check_named_templates, say_ends, stops_of
 from common.data.row_checks import say_once
@@ -126,9 +127,8 @@ def check_model(model: str, revision: str = "") -> str:
     if model == MINILM:
         check_minilm(f"model is {MINILM}", "another --model")
         return str(minilm_folder())
-    for folder in (Path(model).expanduser(), REPOSITORY / model):
-        if folder.is_dir():
-            return str(_check_folder(folder, model))
+    if folder := find_here(model, os.path.isdir):
+        return str(_check_folder(folder, model))
     if not is_hub_id(model):
         raise BadInputError(
             f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."

@@ -5,6 +5,7 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.base.errors import BadInputError, reading
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 SPLIT = 4
@@ -219,8 +220,7 @@ def find_config(model: str, revision: str = "") -> Path:
 
 
 def _places_of_config(model: str) -> Iterator[Path]:
-    for place in _places_here(model):
-        yield from (place, place / "config.json")
+    yield from filter(None, (find_here(place, os.path.isfile) for place in (model, Path(model) / "config.json")))
     if _looks_like_id(model) and (cached := _cached_configs(model)):  # its own, whatever is here under its name
         yield from (path for path in (_cached_config(model), *cached) if path)
     name = model.rpartition("/")[2].lower()
@@ -254,7 +254,7 @@ def refuse_revision(model: str, revision: str) -> None:
 
 def is_hub_id(model: str) -> bool:
     """Return whether `model` is the id of a model on the Hub, as `owner/name`, and not a file or folder here."""
-    return _looks_like_id(model) and not any(place.exists() for place in _places_here(model))
+    return _looks_like_id(model) and find_here(model) is None
 
 
 def cached_commit(model: str, revision: str = "") -> str | None:
@@ -280,10 +280,6 @@ def _looks_like_id(model: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _places_here(model: str) -> list[Path]:
-    return [Path(model).expanduser(), REPOSITORY / model]
 
 
 def _cached_config(model: str, revision: str = "") -> Path | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.planning.architectures import cached_commit
 
@@ -87,7 +87,7 @@ def digest_of_model(run: RunConfig) -> str:
     Of the files of weights that is the index that says which weight is in which, their names, sizes and last bytes: to
     read all of a large model takes minutes.
     """
-    folder = next((path for path in (Path(run.model).expanduser(), REPOSITORY / run.model) if path.is_dir()), None)
+    folder = find_here(run.model, os.path.isdir)
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
     digest = sha256()
