@@ -1,8 +1,6 @@
 """The rows that are tried before a run: the longest of its own, or rows of a length that is asked for."""
 
-import base64
 import heapq
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -15,7 +13,7 @@ from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
-from common.data.pictures import picture_ids
+from common.data.pictures import picture_ids, reference_to
 from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import (
@@ -180,9 +178,8 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
     Raises:
         BadInputError: they leave nothing to learn.
     """
-    side, file = config.vision_config.image_size, io.BytesIO()
-    Image.new("RGB", (side, side), "white").save(file, "PNG")
-    picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    side = config.vision_config.image_size
+    picture = reference_to(Image.new("RGB", (side, side), "white"), None, "a white square")
     seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
     if len(seen) >= tokens:
         raise BadInputError(

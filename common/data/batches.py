@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, tokens_in, without_labels
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels
 from common.data.stored_rows import take
 from common.planning.job import BatchShape
 
@@ -101,14 +101,10 @@ class TrainingRows(Dataset[Tokens]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return row `number`; for `NO_ROW` two tokens without labels, which add nothing to the loss."""
-        row = without_labels(_first_two(self.rows[0])) if number == NO_ROW else self.rows[number]
+        row = self.rows[max(0, number)]
+        if number == NO_ROW:
+            row = without_labels(row if "picture" in row else first_tokens(row, 2))  # a picture's tokens stay together
         return {**row, "row": number}
-
-
-def _first_two(row: Tokens) -> Tokens:
-    if "picture" in row:  # whose tokens stay together
-        return row
-    return {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
 
 
 SORTED_STEPS = 4

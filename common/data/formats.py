@@ -111,11 +111,12 @@ def system_of(row: Row) -> list[Message]:
 def _turn(question: object, answer: object) -> list[Message]:
     """Return both as messages, whether they are contents or lists of messages already."""
     both = (("user", question), ("assistant", answer))
-    turns = (said if _are_messages(said) else [{"role": role, "content": said}] for role, said in both)
+    turns = (said if are_messages(said) else [{"role": role, "content": said}] for role, said in both)
     return [message for turn in turns for message in turn]
 
 
-def _are_messages(value: object) -> bool:
+def are_messages(value: object) -> bool:
+    """Return whether a value is a list of messages."""
     return (
         isinstance(value, list) and value != [] and all(isinstance(turn, dict) and SPEAKER & {*turn} for turn in value)
     )
@@ -155,7 +156,7 @@ def _list_in(value: object, name: object, where: str) -> object:
     if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
         return value
     found = from_text(value)
-    if _are_messages(found):
+    if are_messages(found):
         return found
     if found is value and MESSAGES_BEGIN.match(value):
         raise BadInputError(

@@ -21,6 +21,7 @@ from common.data.rows import (
     RowKind,
     Tokens,
     begin_of,
+    first_tokens,
     place_of,
     placed,
     places_of,
@@ -168,11 +169,6 @@ def question_of(row: Row) -> str:
 def answer_of(row: Row) -> str:
     """Return the last answer's text, with what it calls, or how a plain text goes on."""
     return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
-
-
-def first_tokens(row: Tokens, count: int) -> Tokens:
-    """Return a row's first tokens, with their labels, and what is no list of tokens whole: say its picture."""
-    return {name: values[:count] if isinstance(values, list) else values for name, values in row.items()}
 
 
 def has_labels(tokens: Tokens) -> bool:

@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import messages
 from common.data.files import TABLES
-from common.data.formats import ROLES, with_lists
+from common.data.formats import ROLES, are_messages, with_lists
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
 from common.data.plain_texts import is_plain
@@ -94,13 +94,9 @@ def _divided(row: Row) -> tuple[list[object], Row]:
     return pictures, {name: _without_pictures(value) for name, value in others.items()}
 
 
-def _is_messages(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
 def _pictures_in(value: Any) -> list[object]:
     """Return the pictures that stand in the parts of messages themselves, as Transformers takes them."""
-    contents = [message.get("content") for message in value] if _is_messages(value) else []
+    contents = [message.get("content") for message in value] if are_messages(value) else []
     parts = [part for content in contents if isinstance(content, list) for part in content if _is_picture_part(part)]
     found = [
         next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None) for part in parts
@@ -112,7 +108,7 @@ def _without_pictures(value: Any) -> Any:
     """Return a text, or messages, without what stands for a picture: parts, or `<image>`; anything else as it is."""
     if isinstance(value, str):
         return _text_alone(value, is_asked=True)
-    if not _is_messages(value):
+    if not are_messages(value):
         return value
     asked = [ROLES.get(str(message.get("role", message.get("from")))) == "user" for message in value]
     return [

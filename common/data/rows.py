@@ -155,6 +155,11 @@ def tokens_in(row: Tokens) -> int:
     return max(len(row["input_ids"]), len(row.get("rejected_ids", ())))
 
 
+def first_tokens(row: Tokens, count: int) -> Tokens:
+    """Return a row's first tokens, with their labels, and what is no list of tokens whole: say its picture."""
+    return {name: values[:count] if isinstance(values, list) else values for name, values in row.items()}
+
+
 def labels_in(row: Tokens) -> int:
     """Return how many predictions a row asks for: tokens, or with classification the one label."""
     if isinstance(row["labels"], int):

@@ -203,7 +203,12 @@ def _is_odd(text: str) -> bool:
 
 def _check_odd(row: Any, where: str) -> None:
     level, depth = [row], 0
-    while level := [each for value in level if isinstance(value, list | dict) for each in _parts_of(value)]:
+    while level := [
+        each
+        for value in level
+        if isinstance(value, list | dict)
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]:
         depth += 1
         if depth > MOST_LEVELS:
             raise BadInputError(
@@ -216,10 +221,6 @@ def _check_odd(row: Any, where: str) -> None:
         raise BadInputError(
             f"{where} has half of a character, {half}, which is no text: correct or remove it."
         ) from None
-
-
-def _parts_of(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _goes_on(line: str) -> bool:
