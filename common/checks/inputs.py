@@ -179,8 +179,7 @@ def check_results_folder(run: RunConfig) -> None:
     folder = results.parent
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        tempfile.TemporaryFile(dir=there).close()
         check_free_for_run(results)
     except OSError as error:  # also of a name that is too long
         raise BadInputError(

@@ -310,7 +310,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
     learnt = "with two answers each" if job.batch.goal.compares else learnt
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
-    pictures = f", of which a picture in {job.batch.tiles} squares takes {picture_tokens(best):,}"
+    tower_tokens = best.architecture.tower.tokens if best.architecture.tower else 0
+    pictures = f", of which a picture in {job.batch.tiles} squares takes {job.batch.tiles * tower_tokens:,}"
     said = [
         f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
         f"{job.optimizer}, {job.attention} attention, "
@@ -348,11 +349,6 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     return said
 
 
-def picture_tokens(plan: Plan) -> int:
-    """Return how many tokens of a row stand for its picture."""
-    return plan.job.batch.tiles * plan.architecture.tower.tokens if plan.architecture.tower else 0
-
-
 def _speeds_of(plans: Sequence[Plan]) -> list[str]:
     """Return how fast each GPU is taken to be, and what that rests on."""
     sources = dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources)
@@ -370,13 +366,6 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     if not (is_chat and takes_4_bits) and not options.quantization:
         return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
     return tuple(TECHNIQUES)
-
-
-def techniques_by_dry_run(options: PlannerOptions, task: str) -> list[str]:
-    """Return the technique that is named, else all of the task's that fake tensors can show."""
-    if options.technique:
-        return [options.technique]
-    return [name for name in TASKS[task].techniques if not TECHNIQUES[name].quantizes]
 
 
 def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
@@ -405,11 +394,6 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
     )
 
 
-def with_pictures(options: PlannerOptions) -> PlannerOptions:
-    """Return the question about a model that sees with as many tiles as its processor makes, where it names none."""
-    return replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
-
-
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
@@ -418,12 +402,13 @@ def answer(options: PlannerOptions) -> int:
     except UnknownArchitectureError as unknown:
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
-        techniques = techniques_by_dry_run(options, job.batch.task)
+        faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
+        techniques = [options.technique] if options.technique else faked
         runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     if architecture.tower:
-        options = with_pictures(options)
+        options = replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
