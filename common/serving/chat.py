@@ -6,7 +6,6 @@
 /reset begins a new conversation, /quit or the end of the input (Ctrl-D) ends it.
 """
 
-import argparse
 from dataclasses import dataclass, field
 
 import torch
@@ -119,8 +118,9 @@ def talk(conversation: Conversation) -> None:
                 print(f"error: {refused}")
 
 
-def read_options() -> argparse.Namespace:
-    """Return the command line's options.
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line.
 
     Raises:
         BadInputError: a value is out of range.
@@ -135,13 +135,6 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.max_new_tokens < 1 or options.temperature < 0:
         raise BadInputError("--max_new_tokens must be 1 or more, and --temperature 0 or more.")
-    return options
-
-
-@refused_in_one_sentence()
-def main() -> None:
-    """Run the command line."""
-    options = read_options()
     models = load_models(find_run(options.run, options.base))
     conversation = Conversation(models, options.max_new_tokens, options.temperature, options.system)
     if options.question:

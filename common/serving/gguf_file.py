@@ -165,20 +165,23 @@ def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) 
 
     stored = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name("tuned")
-    writer.add_file_type(stored[weight_type])
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    for add, value in (
+        (writer.add_name, "tuned"),
+        (writer.add_file_type, stored[weight_type]),
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_key_length, head),
+        (writer.add_value_length, head),
+        (writer.add_rope_dimension_count, head),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_vocab_size, config.vocab_size),
+    ):
+        add(value)
 
 
 def add_tokenizer(
@@ -203,21 +206,18 @@ def add_tokenizer(
     ])  # fmt: skip
     merges = _state(tokenizer)["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, number in (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
+        *zip(ends, stops.token_ids, strict=False),
     ):
         if number is not None:
             add(number)
-    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, number in zip(ends, stops.token_ids, strict=False):
-        add(number)
     writer.add_add_bos_token(begins_by_itself(tokenizer))
     templates = tokenizer.chat_template
-    if isinstance(templates, dict):
-        writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in templates.items()])
-    else:
-        writer.add_chat_template(without_marks(templates))
+    named = templates.items() if isinstance(templates, dict) else [("default", templates)]
+    writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in named])
 
 
 def without_marks(template: str) -> str:
