@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
@@ -74,10 +74,14 @@ def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -
 
 def digest_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
     """Return 12 hexadecimal digits of what rows hold, wherever their files are."""
+    contents = ({name: value for name, value in row.items() if name not in OWN_COLUMNS} for row in rows)
+    return _digest(json.dumps(content, sort_keys=True, default=str).encode() for content in contents)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
     digest = sha256()
-    for row in rows:
-        content = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
-        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:12]
 
 
@@ -90,25 +94,25 @@ def digest_of_model(run: RunConfig) -> str:
     folder = find_here(run.model, os.path.isdir)
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
-    digest = sha256()
+    return _digest(_parts_of_model(folder))
+
+
+def _parts_of_model(folder: Path) -> Iterator[bytes]:
     for pattern in READ_WHOLE:
         for path in filter(Path.is_file, sorted(folder.glob(pattern))):
-            digest.update(path.name.encode() + path.read_bytes())
+            yield path.name.encode() + path.read_bytes()
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
+    yield json.dumps([(path.name, path.stat().st_size) for path in files]).encode()
     for path in files:
         with path.open("rb") as file:
             file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
-            digest.update(file.read())
-    return digest.hexdigest()[:12]
+            yield file.read()
 
 
 def digest_of_code(run: RunConfig) -> str:
     """Return 12 hexadecimal digits of the modules that the run executes: those of `common` and of its folder."""
-    digest = sha256()
-    for path in sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")]):
-        digest.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    paths = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
+    return _digest(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in paths)
 
 
 def check_members_agree(members: Sequence[Member]) -> None:
