@@ -148,8 +148,9 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     elif batch.target_length:
         labels = list(islice(cycle(ordinary), batch.target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
-    if run.goal.compares:
-        row = pair_of_length(ids, ordinary)
+    if run.goal.compares:  # both answers are learnt whole, but for a first token, which is their prompt
+        rejected = [*ids[:1], *islice(cycle(ordinary), 2, tokens + 1)]
+        row |= {"labels": [IGNORED_LABEL, *ids[1:]], "rejected_ids": rejected}
     if run.goal.sees:
         row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
@@ -159,17 +160,6 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
         "by --seq-len, all of it learnt" + " but a picture's tokens" * run.goal.sees,
         most_tiles([row], tokenizer, run),
     )
-
-
-def pair_of_length(ids: list[int], ordinary: list[int]) -> Tokens:
-    """Return a pair of answers, both learnt whole but for a first token, which is their prompt."""
-    prompt, rejected = ids[:1], list(islice(cycle(ordinary), 2, len(ids) + 1))
-    return {
-        "input_ids": ids,
-        "attention_mask": [1] * len(ids),
-        "labels": [IGNORED_LABEL, *ids[1:]],
-        "rejected_ids": [*prompt, *rejected],
-    }
 
 
 def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Tokens:

@@ -98,18 +98,14 @@ def check_conversation(row: Row, where: str, train_on: str) -> Row:
     """
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
-        _check_message(message, where)
+        if not isinstance(message["content"], str):
+            raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
+        if not message["content"].strip() and not message.get("tool_calls"):
+            raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
     _check_turns(row, where)
     _check_weights(row, where, train_on)
     row = _with_facts(row, where)
     return with_tools(row, where)
-
-
-def _check_message(message: Row, where: str) -> None:
-    if not isinstance(message["content"], str):
-        raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
-    if not message["content"].strip() and not message.get("tool_calls"):
-        raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
 
 
 def _check_turns(row: Row, where: str) -> None:

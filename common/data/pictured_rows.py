@@ -74,7 +74,14 @@ def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
 
 def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, transparent: list[str]) -> Row:
     """Return what a row has besides its conversation: its picture, a digest of that, and what is asked for."""
-    picture = reference_to(_only(pictures, row, where), folder, where)
+    if not pictures:
+        raise BadInputError(
+            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
+            "with the path of a file, or go to 2.1, which learns from texts alone."
+        )
+    if len(pictures) > 1:
+        raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")
+    picture = reference_to(pictures[0], folder, where)
     digest, is_transparent = check_picture(picture, where)
     if is_transparent:
         transparent.append(where)
@@ -126,19 +133,3 @@ def _text_alone(content: Any, is_asked: bool) -> Any:
 
 def _is_picture_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
-def _only(pictures: list[object], row: Row, where: str) -> object:
-    """Return a row's one picture.
-
-    Raises:
-        BadInputError: there is none, or there are several.
-    """
-    if not pictures:
-        raise BadInputError(
-            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
-            "with the path of a file, or go to 2.1, which learns from texts alone."
-        )
-    if len(pictures) > 1:
-        raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")
-    return pictures[0]

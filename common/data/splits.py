@@ -96,7 +96,7 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
             "dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)
-    say_once(_say_names({split: (name, found[name][1]) for split, name in names.items()}, source))
+    _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
     return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
 
 
@@ -123,13 +123,13 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
     return chosen
 
 
-def _say_names(names: dict[str, tuple[str, str]], source: str) -> str:
-    """Return one line on splits that are called otherwise, by what a source calls each, and where it is; or none."""
+def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
+    """Say which splits are called otherwise, by what a source calls each, and where it is."""
     called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
     others = [
         f"{name} is {split}" for split, name in called.items() if split_named(name) and split[:3] not in name.lower()
     ]
-    return f"{source}: {', '.join(others)}" if others else ""
+    say_once(f"{source}: {', '.join(others)}" if others else "")
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:

@@ -254,8 +254,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
 
 
 def _refuse_long(rows: Sequence[Row], key: str, limit: int, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    long = _too_long(rows, key, limit, tokenizer)
-    if long:
+    if long := _too_long(rows, key, limit, tokenizer):
         what = "texts" if key == "text" else "summaries"
         raise BadInputError(
             f"{len(long)} of {len(rows)} {what} have more than {limit} tokens ({places_of(take(rows, long))}): raise "
