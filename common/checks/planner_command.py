@@ -426,7 +426,7 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    alone = one_machine_alone(shared, calibration) if shared else None
+    alone, figures_alone = one_machine_alone(shared, calibration) if shared else ("", {})
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
 
     def command_of(plan: Plan) -> str:
@@ -438,11 +438,7 @@ def answer(options: PlannerOptions) -> int:
             run = command_of(plans[0]) if plans[0].may_fit else None
         said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
         if alone:
-            said["one_machine"] = {
-                "fits": alone.plan.may_fit,
-                "tokens_per_s": alone.plan.tokens_per_s,
-                "more_pay_from_gbit_per_s": alone.pays_from_gbit,
-            }
+            said["one_machine"] = figures_alone
         print(json.dumps(said | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
@@ -453,7 +449,7 @@ def answer(options: PlannerOptions) -> int:
         f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
-        alone.said(shared) if alone else "",
+        alone,
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
@@ -462,43 +458,29 @@ def answer(options: PlannerOptions) -> int:
     return 0 if plans[0].may_fit else 1
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A plan for several machines beside one of its machines alone.
+def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[str, dict[str, object]]:
+    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone.
 
-    Attributes:
-        plan: Of the one machine, which works on its own rows with the same settings.
-        pays_from_gbit: The Ethernet between all of them, in Gbit/s, from which on together they train more tokens per
-            second; None: at no speed.
+    It works on its own rows with the same settings. Both are empty where the plan has one machine.
     """
-
-    plan: Plan
-    pays_from_gbit: float | None
-
-    def said(self, together: Plan) -> str:
-        """Return a sentence."""
-        cluster = together.cluster
-        if not self.plan.may_fit:
-            return f"{together.name}: one machine alone cannot hold it"
-        gbit = self.pays_from_gbit
-        pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
-        return (
-            f"{together.name}: {cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
-            f"{cluster.slowest_link.name}, one alone {self.plan.tokens_per_s:,.0f}: more machines {pays}"
-        )
-
-
-def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> Alone | None:
-    """Return how one of a plan's several machines does alone; None where there is one. The plan's ranks share rows."""
     cluster, job = plan.cluster, plan.job
     if cluster.nodes == 1:
-        return None
+        return "", {}
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"
     own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
     rows_per_s = own.batch.rows * own.data_parallel_ranks / alone.time.total_s
-    return Alone(alone, faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration))
+    gbit = faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration)
+    figures = {"fits": alone.may_fit, "tokens_per_s": alone.tokens_per_s, "more_pay_from_gbit_per_s": gbit}
+    if not alone.may_fit:
+        return f"{plan.name}: one machine alone cannot hold it", figures
+    pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
+    said = (
+        f"{plan.name}: {cluster.nodes} machines train {plan.tokens_per_s:,.0f} tokens per s over "
+        f"{cluster.slowest_link.name}, one alone {alone.tokens_per_s:,.0f}: more machines {pays}"
+    )
+    return said, figures
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:

@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat
 
@@ -281,20 +280,15 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
         BadInputError: with where the row stands and its turns, or the message that is dropped; or it computes without
             end.
     """
-    template = f"The chat template of {tokenizer.name_or_path}"
-    what = f"{place_of(row)}, as the chat template of {tokenizer.name_or_path} writes it,"
-    with in_time(what), reading(what, REMEDY):
-        try:
-            text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
-        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
-            raise BadInputError(
-                f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): {REMEDY}"
-            ) from None
+    template = f"chat template of {tokenizer.name_or_path}"
+    what = f"{place_of(row)}, with the turns {', '.join(turns)} as the {template} writes them,"
+    with in_time(what), reading(what, REMEDY, "written"):  # such as an unknown role, a second system message
+        text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
     for message in row["messages"]:
         dropped = [says for says in _said(message) if says not in text]
         if dropped:
             raise BadInputError(
-                f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in {place_of(row)}: "
+                f"The {template} leaves out {dropped[0][:60]!r} of the {message['role']} message in {place_of(row)}: "
                 "remove such messages, or pass a --model whose template writes them."
             )
 

@@ -21,7 +21,7 @@ from peft.utils import CONFIG_NAME
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError, said_by
+from common.base.errors import BadInputError, reading
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.data.answer_ends import save_stops, saved_stops
@@ -138,13 +138,9 @@ def upload(folder: Path, repo_id: str) -> str:
     if not get_token():
         raise BadInputError("There is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
-    try:
+    with reading(repo_id, "Look at --repo_id and the token.", "uploaded"):
         address = api.create_repo(repo_id, private=True, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=repo_id)
-    except Exception as error:  # offline, no access, a name that is taken: each has a class of its own
-        raise BadInputError(
-            f"{repo_id} was not uploaded ({said_by(error)}): look at --repo_id and the token."
-        ) from None
     return str(address)
 
 
