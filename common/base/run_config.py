@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -88,7 +87,7 @@ class RunConfig(
     def __post_init__(self) -> None:
         self.check_each()
         self._check_secrets()
-        complaint = next(chain(self._meaningless(), contradictions(self)), None)
+        complaint = next(contradictions(self), None)
         if complaint:
             raise BadInputError(complaint)
 
@@ -134,12 +133,6 @@ class RunConfig(
                     f"{name} has {found} in it, and settings are kept in records and notebooks: leave it in the "
                     "environment, where libraries find it."
                 )
-
-    def _meaningless(self) -> Iterator[str]:
-        for name, runs in not_meant_for(self).items():
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                yield f"{name} is {value}, which is for {runs}: leave --{name} out."
 
     @property
     def goal(self) -> Task:
@@ -280,7 +273,11 @@ _types_of = cache(get_type_hints)
 
 
 def contradictions(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each pair of settings that exclude each other: both values, and what to pass instead."""
+    """Yield a sentence for each setting that means nothing for the run, or excludes another, and what to do instead."""
+    for name, runs in not_meant_for(run).items():
+        value = getattr(run, name)
+        if value != getattr(RunConfig, name):
+            yield f"{name} is {value}, which is for {runs}: leave --{name} out."
     rules = (
         *_about_devices(run),
         *(_about_micro_batches(run) if run.parallelism.pipelines else ()),

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -209,7 +209,8 @@ def _ids(
         conversations = list(group)
         settings = {"add_generation_prompt": answer_follows, "chat_template": template}
         encoded = _applied(conversations, tokenizer, pattern if has_token else None, **settings)
-        ids += map(partial(_whole_ids, tokenizer=tokenizer), conversations, encoded["input_ids"])
+        for row, row_ids in zip(conversations, encoded["input_ids"], strict=True):
+            ids.append(with_picture_tokens(row_ids, row, tokenizer) if "picture" in row else row_ids)
     return ids
 
 
@@ -262,10 +263,6 @@ def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     of_object = written(arguments)
     takes_objects = "shelf" in of_object and str(arguments) not in of_object
     return not takes_objects and "shelf" in written(json.dumps(arguments))
-
-
-def _whole_ids(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return with_picture_tokens(ids, row, tokenizer) if "picture" in row else ids
 
 
 def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
