@@ -99,7 +99,7 @@ def check_members_agree(members: Sequence[Mapping[str, Any]]) -> None:
         BadInputError: With the names and both values.
     """
     first, *others = members
-    for other, what in product(others, list(first)[1:]):
+    for other, what in product(others, ("versions", "code", "settings", "rows", "data", "model")):
         mine, theirs = _different(first[what], other[what])
         if mine != theirs:
             raise BadInputError(
