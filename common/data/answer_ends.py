@@ -19,7 +19,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from common.base.errors import BadInputError, reading
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel  # they take seconds to import
+    from transformers import GenerationConfig  # it takes seconds to import
 
 RENDERING_S = 5
 """Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
@@ -218,11 +218,6 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
         tuple(dict.fromkeys(number for number in ids if number is not None)),
         tuple(dict.fromkeys(end.text for end in ends if end.text)),
     )
-
-
-def stops_of_model(tokenizer: PreTrainedTokenizerBase, model: "PreTrainedModel") -> Stops:
-    """Return where a model stops that answers with this tokenizer; see `stops_of`."""
-    return stops_of(tokenizer, model.generation_config.eos_token_id)
 
 
 def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:

@@ -15,7 +15,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, reading
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
-from common.data.answer_ends import stops_of_model
+from common.data.answer_ends import stops_of
 from common.models.loading import longest_readable
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 
@@ -69,7 +69,7 @@ class Conversation:
                 sanitize_control_tokens=True,
             )
         new_tokens = min(self.max_new_tokens, self._room(model, batch["input_ids"].shape[1]))
-        stops = stops_of_model(tokenizer, model)
+        stops = stops_of(tokenizer, model.generation_config.eos_token_id)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         print(f"{name:>5} > ", end="", flush=True)
         generated = model.generate(
