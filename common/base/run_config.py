@@ -22,7 +22,6 @@ from common.base.settings import (
     Range,
     TrackingSettings,
     TrainingSettings,
-    settings_with,
 )
 from common.base.specs import TASKS, HasSpecs, Task
 
@@ -39,14 +38,11 @@ LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
 Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
-# the settings of each range, and of each kind of runs
-RANGES = {each: settings_with(each) for each in LIMITS if isinstance(each, Range)}
-ONLY_FOR = {each: settings_with(each) for each in LIMITS if isinstance(each, OnlyFor)}
-
 
 def not_meant_for(run: "RunConfig") -> dict[str, str]:
     """Return the settings that mean nothing for a run, each with the runs that it is for."""
-    return {name: scope.runs for scope, names in ONLY_FOR.items() if not scope.applies(run) for name in names}
+    scopes = ((name, each) for name, limits in LIMITS.items() for each in limits if isinstance(each, OnlyFor))
+    return {name: scope.runs for name, scope in scopes if not scope.applies(run)}
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -118,10 +114,10 @@ class RunConfig(
                 raise BadInputError(
                     f"{each.name} is {value[:40]}..., but a file's name has at most {LONGEST_NAME} bytes: correct it."
                 )
-        for allowed, name in ((allowed, name) for allowed, names in RANGES.items() for name in names):
-            value, default = getattr(self, name), getattr(type(self), name)
-            if not allowed.holds(value):
-                raise BadInputError(allowed.refusal.format(name=name, value=value, default=default))
+            for allowed in LIMITS[each.name]:
+                if isinstance(allowed, Range) and not allowed.holds(value):
+                    refusal = allowed.refusal.format(name=each.name, value=value, default=each.default)
+                    raise BadInputError(refusal)
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""

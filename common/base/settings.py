@@ -55,46 +55,22 @@ class OnlyFor:
 
 
 ADAPTERS = OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters)
-QLORA = OnlyFor("qlora (2.3)", lambda run: run.method.quantizes)
 CPU = OnlyFor("the CPU", lambda run: run.device == "cpu")
-GPUS = OnlyFor("GPUs", lambda run: run.device == "cuda")
-WHOLE_HEAD = OnlyFor(
-    "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
-    lambda run: run.parallelism.calls_whole_head,
-)
-CHECKPOINTING = OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing)
 MP_AND_PP = OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers)
 PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
-SHARDED = OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded)
-MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
 ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
-CHATS = OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers)
 CHATS_WITHOUT_PP = OnlyFor(
     "rows of messages, without pp, pictures and pairs",
     lambda run: run.goal.learns_answers and not run.parallelism.pipelines,
 )
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
-CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
-NO_PAIRS = OnlyFor(
-    "tasks without pairs of answers, whose rewards compare with what the base finds of them",
-    lambda run: not run.goal.compares,
-)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
-SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
-SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
-TRAINER = OnlyFor("the Trainer", lambda run: run.loop == "trainer")
-BATCHES_READ_AHEAD = OnlyFor(
-    "single, ddp and mp with the Trainer", lambda run: run.loop == "trainer" and not run.parallelism.strategy
-)
-WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
 
 Limit = Range | OnlyFor
-# in the order above, in which a run is checked: the first that it breaks is the one that it is refused with
-LIMITS: tuple[Limit, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Limit))
 _LIMITS_OF: dict[Field, tuple[Limit, ...]] = {}  # not in the fields' metadata, all of which becomes argparse's
 
 
@@ -125,11 +101,6 @@ def _several(limits: Limit | tuple[Limit, ...]) -> tuple[Limit, ...]:
     return limits if isinstance(limits, tuple) else (limits,)
 
 
-def settings_with(limit: Limit) -> tuple[str, ...]:
-    """Return the names of the settings that have a limit, in the groups' order."""
-    return tuple(each.name for group in GROUPS for each in fields(group) if limit in _LIMITS_OF[each])
-
-
 @dataclass(frozen=True)
 class ModelSettings:
     """Which model, in which number format."""
@@ -148,7 +119,7 @@ class ModelSettings:
     quantization: Literal["nf4", "nf4-double"] = setting(
         "nf4",
         "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too.",
-        only_for=QLORA,
+        only_for=OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
         "sdpa",
@@ -159,7 +130,14 @@ class ModelSettings:
         False,
         "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
         metavar="true|false",
-        only_for=(GPUS, WHOLE_HEAD, CHATS),
+        only_for=(
+            OnlyFor("GPUs", lambda run: run.device == "cuda"),
+            OnlyFor(
+                "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
+                lambda run: run.parallelism.calls_whole_head,
+            ),
+            OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
+        ),
     )
 
 
@@ -199,7 +177,11 @@ class DataSettings:
     text_column: str = setting(
         "text", "With classification and summarization: the column with the texts.", only_for=TEXTS
     )
-    label_column: str = setting("label", "With classification: the column with the labels.", only_for=CLASSIFICATION)
+    label_column: str = setting(
+        "label",
+        "With classification: the column with the labels.",
+        only_for=OnlyFor("classification (3.1)", lambda run: run.goal.classifies),
+    )
     summary_column: str = setting(
         "summary", "With summarization: the column with the summaries.", only_for=SUMMARIZATION
     )
@@ -224,7 +206,7 @@ class DataSettings:
         "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
         "max_length.",
         within=FRACTION,
-        only_for=MESSAGES,
+        only_for=OnlyFor("rows of messages", lambda run: run.goal.converses),
     )
     long_texts: Literal["cut", "refuse"] = setting(
         "cut",
@@ -255,7 +237,9 @@ class DataSettings:
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
         within=HELD_0,
-        only_for=BATCHES_READ_AHEAD,
+        only_for=OnlyFor(
+            "single, ddp and mp with the Trainer", lambda run: run.loop == "trainer" and not run.parallelism.strategy
+        ),
     )
     partitions: int = setting(
         0,
@@ -351,7 +335,7 @@ class TrainingSettings:
         False,
         "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
         metavar="true|false",
-        only_for=CHECKPOINTING,
+        only_for=OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
     )
     torch_compile: bool = setting(
         False,
@@ -413,7 +397,7 @@ class ParallelismSettings:
         1,
         "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
         within=HELD_1,
-        only_for=SEVERAL_RANKS,
+        only_for=OnlyFor("several ranks", lambda run: run.world_size > 1),
     )
     stages: int = setting(
         0,
@@ -461,7 +445,7 @@ class ParallelismSettings:
         "the optimizer's states alone).",
         nargs="?",
         const="cpu",
-        only_for=SHARDED,
+        only_for=OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded),
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
         "after",
@@ -476,7 +460,7 @@ class ParallelismSettings:
         "",
         "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
         "100 Mbit/s.",
-        only_for=SEVERAL_MACHINES,
+        only_for=OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
     start_timeout_s: float = setting(
         300.0,
@@ -512,13 +496,13 @@ class EvaluationSettings:
         15.0,
         "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often.",
         within=ABOVE_0,
-        only_for=WITHOUT_SAVE_STEPS,
+        only_for=OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
     early_stopping_patience: int = setting(
         0,
         "Validations in a row without a better model after which training ends; 0 = never.",
         within=AT_LEAST_0,
-        only_for=TRAINER,
+        only_for=OnlyFor("the Trainer", lambda run: run.loop == "trainer"),
     )
     per_device_eval_batch_size: int = setting(
         0,
@@ -537,7 +521,10 @@ class EvaluationSettings:
     baseline: Literal["base", "none"] = setting(
         "base",
         "Evaluate the base before training; none leaves it out, which of a large model takes minutes.",
-        only_for=NO_PAIRS,
+        only_for=OnlyFor(
+            "tasks without pairs of answers, whose rewards compare with what the base finds of them",
+            lambda run: not run.goal.compares,
+        ),
     )
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
@@ -578,3 +565,6 @@ GROUPS = (
     ModelSettings, DataSettings, TrainingSettings, AdapterSettings, ParallelismSettings, EvaluationSettings,
     TrackingSettings,
 )  # fmt: skip
+
+LIMITS = {each.name: _LIMITS_OF[each] for group in GROUPS for each in fields(group)}
+"""By setting: the ranges of its values, and the runs that it means something for."""
