@@ -100,6 +100,12 @@ def shortened(said: str) -> str:
     return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
 
 
+def begin_of(value: object, length: int = 80) -> str:
+    """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from common.base.errors import BadInputError, closest
+from common.base.errors import BadInputError, begin_of, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import (
@@ -105,14 +105,15 @@ class RunConfig(
                 raise BadInputError(f"{each.name} is {value!r}, but must be of type {expected.__name__}.")
             elif expected is not str and not abs(value) <= LARGEST:  # also of nan
                 raise BadInputError(
-                    f"{each.name} is {str(value)[:40]}, but must be finite and at most {LARGEST:,}: pass a number such "
-                    f"as {each.default}."
+                    f"{each.name} is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass a number "
+                    f"such as {each.default}."
                 )
             elif expected is str and "\0" in value:
                 raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
             elif each.name in OF_FILES and "://" not in value and max(map(_bytes_in, value.split("/"))) > LONGEST_NAME:
                 raise BadInputError(
-                    f"{each.name} is {value[:40]}..., but a file's name has at most {LONGEST_NAME} bytes: correct it."
+                    f"{each.name} is {begin_of(value, 40)}, but a file's name has at most {LONGEST_NAME} bytes: "
+                    "correct it."
                 )
             for allowed in LIMITS[each.name]:
                 if isinstance(allowed, Range) and not allowed.holds(value):
@@ -510,7 +511,7 @@ def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
         ),
         (
             run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
-            f"run_name {run.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
+            f"run_name {begin_of(run.run_name)!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
         ),
         (
             SET_ASIDE.fullmatch(run.run_name),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.parsing import SettingsParser
 from common.base.run_config import LARGEST, RunConfig, names_in, not_meant_for
 from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
@@ -153,7 +153,7 @@ class PlannerOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
                 raise BadInputError(
-                    f"{short_option(self, name)} is {str(value)[:40]}, but must be above 0 and at most {LARGEST:,}."
+                    f"{short_option(self, name)} is {begin_of(value, 40)}, but must be above 0 and at most {LARGEST:,}."
                 )
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")

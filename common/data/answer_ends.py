@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig  # it takes seconds to import
@@ -79,7 +79,7 @@ def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
     for each in templates_in_use(tokenizer):
         if not isinstance(each, str):
             raise BadInputError(
-                f"The tokenizer of {model} has {str(each)[:60]!r} as its chat template, which should be a text: "
+                f"The tokenizer of {model} has {begin_of(each, 60)!r} as its chat template, which should be a text: "
                 "correct its tokenizer_config.json, or pass another --model."
             )
 

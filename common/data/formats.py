@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from PIL.Image import Image
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
-from common.data.rows import Row, begin_of, place_of
+from common.data.rows import Row, place_of
 from common.data.tool_calls import from_text
 
 Message = dict[str, object]

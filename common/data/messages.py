@@ -6,7 +6,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, TEXT_FILE
@@ -20,7 +20,6 @@ from common.data.rows import (
     Row,
     RowKind,
     Tokens,
-    begin_of,
     first_tokens,
     place_of,
     placed,

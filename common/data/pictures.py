@@ -20,9 +20,9 @@ import torch
 from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.data.files import is_url
-from common.data.rows import IGNORED_LABEL, Row, Tokens, begin_of, place_of
+from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485

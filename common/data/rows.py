@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from common.base.errors import begin_of
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.planning.job import BatchShape
@@ -93,12 +94,6 @@ class RowKind:
     finish: Callable[[Splits], Splits] = lambda splits: splits
     belongs_to: Callable[[Row], str] | None = None
     shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
-
-
-def begin_of(value: object, length: int = 80) -> str:
-    """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def placed(row: Row, where: str) -> Row:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
 from common.data.control_tokens import control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
@@ -285,8 +285,8 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
         dropped = [says for says in _said(message) if says not in text]
         if dropped:
             raise BadInputError(
-                f"The {template} leaves out {dropped[0][:60]!r} of the {message['role']} message in {place_of(row)}: "
-                "remove such messages, or pass a --model whose template writes them."
+                f"The {template} leaves out {begin_of(dropped[0], 60)!r} of the {message['role']} message in "
+                f"{place_of(row)}: remove such messages, or pass a --model whose template writes them."
             )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Set
 from contextlib import suppress
 from typing import Any
 
-from common.base.errors import BadInputError
-from common.data.rows import Row, begin_of
+from common.base.errors import BadInputError, begin_of
+from common.data.rows import Row
 
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
 DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
@@ -323,8 +323,8 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
         if key in POSITIVE_KEYS and value is not None and not is_whole:
             raise BadInputError(
-                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
-                f"{LARGEST_SIZE:,}."
+                f"{key} in {path.name} of {model} is {begin_of(repr(value), 60)}, but must be a whole number above 0, "
+                f"at most {LARGEST_SIZE:,}."
             )
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 
@@ -245,7 +245,10 @@ def wrong_in(record: object) -> str:
         place = ".".join(map(str, first["loc"])) or "it"
         if first["type"] == "missing":
             return f"{place} is missing" + _more(others)
-        return f"{place} is {repr(first['input'])[:60]} ({first['msg'].removeprefix('Value error, ')})" + _more(others)
+        return (
+            f"{place} is {begin_of(repr(first['input']), 60)} ({first['msg'].removeprefix('Value error, ')})"
+            + _more(others)
+        )
     try:
         if is_registered(record):
             idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})

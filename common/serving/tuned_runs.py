@@ -16,7 +16,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_sta
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, closest, reading
+from common.base.errors import BadInputError, begin_of, closest, reading
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.rows import shown
@@ -188,7 +188,7 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
     if slow:
         raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has the pattern {shown(slow)[:60]!r}, which no run makes. {AGAIN}"
+            f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}"
         )
     return settings
 
