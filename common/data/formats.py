@@ -29,8 +29,6 @@ ROLES = {
 ROLE_NAMES = sorted(set(ROLES.values()))
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
-SPEAKER = {"role", "from"}
-"""Keys of which a message has one."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
 RENAMED = ("from", "value", *WEIGHTS)
@@ -117,9 +115,9 @@ def _turn(question: object, answer: object) -> list[Message]:
 
 def are_messages(value: object) -> bool:
     """Return whether a value is a list of messages."""
-    return (
-        isinstance(value, list) and value != [] and all(isinstance(turn, dict) and SPEAKER & {*turn} for turn in value)
-    )
+    turns = value if isinstance(value, list) else []
+    are_turns = (isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in turns)
+    return turns != [] and all(are_turns)
 
 
 def columns_of(row: object, place: str, expected: str) -> Row:
