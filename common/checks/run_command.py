@@ -182,6 +182,7 @@ def _options(
 def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
     """Return the settings of a run that is to do as planned, in a folder whose own run is `own`."""
     job, gpu = plan.job, plan.cluster.gpus[0]
+    named = () if job.target_modules == ALL_LINEAR else job.target_modules
     keeps_fp32_copy = job.parallelism.uses_deepspeed and job.precision == "bf16-mixed"
     wanted: dict[str, object] = {
         "technique": job.technique,
@@ -200,7 +201,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "gradient_accumulation_steps": job.accumulation_steps,
         "max_length": job.batch.length,
         **({"freeze_vision_tower": not job.trains_tower} if plan.architecture.tower else {}),
-        "target_modules": _target_modules(job),
+        "target_modules": ",".join(named) or ("all" if job.trains_all else "all-linear"),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
@@ -229,12 +230,6 @@ def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
     if own.pad_to_multiple_of and length % own.pad_to_multiple_of:
         changes["pad_to_multiple_of"] = 0
     return changes
-
-
-def _target_modules(job: Job) -> str:
-    if job.target_modules and job.target_modules != ALL_LINEAR:
-        return ",".join(job.target_modules)
-    return "all" if job.trains_all else "all-linear"
 
 
 def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str, object]:

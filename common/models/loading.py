@@ -72,11 +72,6 @@ A_WORD = "Clock"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 """Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
-COUNTED_FROM_PADDING = (
-    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-"""Kinds whose positions begin behind their padding token's: two are never taken."""
 SEEING = ("idefics2", "idefics3", "smolvlm")
 """Kinds whose vision tower takes `pixel_values` and their mask, and nothing else."""
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
@@ -456,11 +451,8 @@ def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     texts = config.get_text_config()
     positions = getattr(texts, "max_position_embeddings", None)
-    if not positions:
-        return None
-    if config.model_type in COUNTED_FROM_PADDING:
-        return positions - 2
-    return reach_of_positions(positions, getattr(texts, "rope_parameters", None))
+    rope = getattr(texts, "rope_parameters", None)
+    return reach_of_positions(config.model_type, positions, rope) if positions else None
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:

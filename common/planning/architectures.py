@@ -21,6 +21,11 @@ SPLIT = 4
 
 (transformers/models/idefics3/image_processing_idefics3.py; SmolVLM's has 1536 pixels.)
 """
+COUNTED_FROM_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Kinds whose positions begin behind their padding token's: two are never taken."""
 COLOURS = 3
 """Channels of a pixel where the config.json does not say."""
 POSITIVE_KEYS = {
@@ -389,19 +394,20 @@ def refuse_quantized(model: str, config: dict[str, Any]) -> None:
     )
 
 
-def reach_of_positions(positions: int, rope: Any) -> int:
-    """Return how many tokens a model's positions reach: those of rotary embeddings may be stretched by a factor.
+def reach_of_positions(kind: str, positions: int, rope: Any = None) -> int:
+    """Return how many tokens the positions of a kind of model reach; rotary ones may be stretched by a factor.
 
     `rope`: what its config has as `rope_parameters`, or as `rope_scaling` in older ones; of some models one for each
     kind of layer.
     """
+    positions -= 2 * (kind in COUNTED_FROM_PADDING)
     if not isinstance(rope, Mapping):
         return positions
-    kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
     stretched = [
-        int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
-        for kind in kinds
-        if kind.get("factor")
+        int(each["factor"] * (each.get("original_max_position_embeddings") or positions))
+        for each in kinds
+        if each.get("factor")
     ]
     return max([positions, *stretched])
 
@@ -499,7 +505,6 @@ class Family:
             end with a norm, as in BERT and BART.
         attention_bias: The biases of queries, keys and values where the config.json does not say.
         normalizes_queries: Queries and keys have norms of their own.
-        reserved_positions: Positions in the embeddings that no token takes.
         has_pooler: A classifier reads the last hidden state's first token through a pooler, without dropout before it.
         embeddings, layers, heads: Names of modules, for device maps: the embeddings, the list of layers, and what
             follows them in a model that predicts tokens.
@@ -510,7 +515,6 @@ class Family:
     is_llama_like: bool = True
     attention_bias: bool = False
     normalizes_queries: bool = False
-    reserved_positions: int = 0
     has_pooler: bool = False
     embeddings: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -545,7 +549,7 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=head_dim,
         vocab=config["vocab_size"],
         max_length=reach_of_positions(
-            config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
+            kind, config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
         ),
         stacks=(Stack("decoder", config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
@@ -572,7 +576,7 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
         kv_heads=config["num_attention_heads"],
         head_dim=hidden // config["num_attention_heads"],
         vocab=config["vocab_size"],
-        max_length=config["max_position_embeddings"] - FAMILIES[kind].reserved_positions,
+        max_length=reach_of_positions(kind, config["max_position_embeddings"]),
         stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=(config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden,
@@ -652,7 +656,7 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
 
 
 _ROBERTA = Family(
-    _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
+    _bert_like, False, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
     classifier=("classifier",),
 )  # fmt: skip
 FAMILIES = {
