@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 """What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
@@ -25,11 +26,7 @@ class AskedToEndError(RunStoppedError):
     """Raised on every rank when a run ends as its scheduler has asked, and all that it needs to resume is saved."""
 
 
-Handler = Callable[..., object] | int | None
-"""What Python does at a signal."""
-
-
-def when_told_to_end(do: Handler) -> dict[signal.Signals, Handler]:
+def when_told_to_end(do: Callable[..., object] | int | None) -> dict[signal.Signals, Any]:
     """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can.
 
     A signal that is ignored stays so: nohup has SIGHUP ignored.

@@ -87,9 +87,8 @@ def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
 def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the templates that conversations are written with: one, or one without and one with tools."""
     templates = tokenizer.chat_template
-    if isinstance(templates, dict):
-        return [templates[name] for name in (DEFAULT, WITH_TOOLS) if name in templates]
-    return [templates]
+    named = templates if isinstance(templates, dict) else {DEFAULT: templates}
+    return [named[name] for name in (DEFAULT, WITH_TOOLS) if name in named]
 
 
 # -- what it ends answers with
