@@ -430,8 +430,8 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: other training rows on one of them are not noticed",
         "common/runtime/machines.py",
-        'for what in ("versions", "code", "settings", "rows", "data", "model"):',
-        'for what in ("versions", "code", "settings", "rows", "model"):',
+        'product(others, ("versions", "code", "settings", "rows", "data", "model"))',
+        'product(others, ("versions", "code", "settings", "rows", "model"))',
         _unit("machines", "who_differs_is_named"),
     ),
     Fault(
@@ -997,8 +997,8 @@ MODELS_AND_ROWS = (
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
         "common/data/plain_texts.py",
-        "    for start in range(0, len(ids), length):\n",
-        "    for start in (0,):\n",
+        "            for start in range(0, len(ids), run.max_length):\n",
+        "            for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(

@@ -12,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.base.inert import one_line
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.base.settings import command_with_new_names, with_new_names
 from common.hardware import devices
 
 SCHEMA_VERSION = 2
@@ -148,12 +147,12 @@ def load_record(path: Path) -> Record:
     record = _parsed(path)
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
-        raise BadInputError(f"{path} has schema version {found!r:.60}, but this code reads {SCHEMA_VERSION}: {AGAIN}")
-    config, command = record.get("config"), record.get("command")
-    record |= {"config": with_new_names(config)} if isinstance(config, dict) else {}
+        raise BadInputError(
+            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
+        )
     if wrong := wrong_in(record):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
-    return {**record, "command": command_with_new_names(command)}
+    return record
 
 
 def _parsed(path: Path) -> object:

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.runtime import machines
-from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
+from common.runtime.machines import check_members_agree, member_of, use_interface_to
 
 RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3, nodes=3)
 ROWS = [{"text": "a", "summary": "b"}]
 
 
-def member(rank: int, **changes: object) -> Member:
-    return replace(member_of(rank, RUN, ROWS), host=f"host{rank}", **changes)
+def member(rank: int, **changes: object) -> dict[str, Any]:
+    return {**member_of(rank, RUN, ROWS), "who": f"rank {rank} (host{rank})", **changes}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def member(rank: int, **changes: object) -> Member:
         ({"code": "abc"}, "has code "),
         ({"model": "abc"}, "has model "),
         ({"versions": {}}, "but rank 2 (host2) has python missing, torch missing"),
-        ({"settings": {**member(0).settings, "seed": 7}}, "has settings seed 42, but rank 2 (host2) has seed 7;"),
+        ({"settings": {**member(0)["settings"], "seed": 7}}, "has settings seed 42, but rank 2 (host2) has seed 7;"),
     ],
 )
 def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
@@ -87,7 +88,7 @@ def test_rows_and_models_are_the_same_wherever_their_files_are(tmp_path: Path) -
         rows.write_text("question,answer\n" + "\n".join(f"{n}?,{n}{ends_with}" for n in range(20)))
         run = RunConfig(data=str(rows), model=str(model))
         said = member_of(0, run, load_splits(run).train)
-        return {said.data, said.model}
+        return {said["data"], said["model"]}
 
     for place in ("a", "b"):
         shutil.copytree(REPOSITORY / "assets" / "embedded_base", tmp_path / place / "model")

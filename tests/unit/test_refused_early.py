@@ -114,7 +114,7 @@ def test_a_quantized_text_part_counts_and_an_empty_note_does_not(embedded: Calla
     ],
 )
 def test_a_factor_stretches_rotary_positions(rope: dict | None, reached: int, embedded: Callable[..., str]) -> None:
-    assert reach_of_positions(512, rope) == reached
+    assert reach_of_positions("llama", 512, rope) == reached
     if rope and "type" in rope:
         model = embedded(rope_scaling={**rope, "rope_theta": 1e4}, rope_parameters=None)
         assert longest_readable(checked_config(replace(RUN, model=model))) == reached
