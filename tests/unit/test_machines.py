@@ -46,8 +46,6 @@ def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
 def test_places_may_differ() -> None:
     run = replace(RUN, data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4")
     check_members_agree([member(0), member_of(1, run, ROWS)])
-    with pytest.raises(BadInputError, match=r"has settings seed 42, but .* has seed 7;"):
-        check_members_agree([member(0), member_of(1, replace(run, seed=7), ROWS)])
 
 
 def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

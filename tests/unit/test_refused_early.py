@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -283,16 +284,13 @@ def test_a_schedule_is_followed_over_the_steps_of_the_rows() -> None:
 def test_an_optimizer_is_built_before_the_run_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("adamw_torch_fused", "adafactor", "sgd"):
         check_optimizer(replace(RUN, optim=name))
-    monkeypatch.setattr("common.checks.optimizers.OptimizerNames", [Named("sgd"), *map(Named, ASKED)])
+    monkeypatch.setattr(
+        "common.checks.optimizers.OptimizerNames", [SimpleNamespace(value=name) for name in ("sgd", *ASKED)]
+    )
     for name in ASKED:
         found = refusal(check_optimizer, replace(RUN, optim=name))
         assert name in found
         assert "sgd" in found
-
-
-class Named:
-    def __init__(self, value: str) -> None:
-        self.value = value
 
 
 ASKED = ("galore_adamw", "apollo_adamw", "lomo", "schedule_free_adamw", "stable_adamw", "adamw_anyprecision", "lionn")
@@ -392,8 +390,7 @@ def test_rows_on_disk_are_sorted_and_dealt_out_as_those_in_memory(
     assert list(on_disk) == in_memory == sorted(rows, key=lambda row: -len(row["input_ids"]))
     loop = object.__new__(TrainingLoop)
     loop.validation_rows, loop.collated = on_disk, lambda share: share
-    loop.args = type("Arguments", (), {"per_device_eval_batch_size": 3})
-    loop.batches = type("Batches", (), {"world_size": 2, "rank": 1})
+    loop.args, loop.batches = SimpleNamespace(per_device_eval_batch_size=3), SimpleNamespace(world_size=2, rank=1)
     shares = loop.validation_batches()
     assert all(isinstance(share, list) for share in shares)
     assert shares[0] == in_memory[1:6:2]

@@ -1,9 +1,7 @@
 """When a run saves what, what is kept of it, and that no large file is read again for its digest."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from common.base import asked_to_save
-from common.base.asked_to_save import is_asked_to_save, remember_if_asked
-from common.base.errors import AskedToEndError, BadInputError
+from common.base.errors import AskedToEndError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
 from common.runtime.rank import end_rank
@@ -26,15 +22,13 @@ from common.training.checkpoints import (
     HOLDS,
     WEIGHTS,
     UnfinishedCheckpoint,
-    newest_whole,
     read_manifest,
     rotate,
     to_keep,
     verify,
 )
 from common.training.part import SHARDS, Part
-from common.training.resuming import about_run, check_resumable
-from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
+from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, describe_saves
 from tests.unit.ranks import found_by_ranks
 
 ROWS = 64
@@ -150,18 +144,6 @@ def test_who_is_asked_before_the_first_step_ends_there(steps_saved: Callable) ->
         steps_saved(1, 10, lambda _: 1.0, asked_at=0)
 
 
-def test_a_signal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    monkeypatch.setattr(asked_to_save, "_is_asked", False)
-    try:
-        remember_if_asked()
-        assert not is_asked_to_save()
-        signal.raise_signal(signal.SIGUSR1)
-        assert is_asked_to_save()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 # -- what is kept
 
 
@@ -184,16 +166,6 @@ def test_two_full_states_are_kept_and_the_weights_that_each_resume_needs(tmp_pat
         7: {6: FULL_STATE, 7: FULL_STATE},
         8: {6: FULL_STATE, 8: FULL_STATE},  # a full state with the best weights is the second one
     }
-
-
-def test_a_run_resumes_from_the_newest_full_state(tmp_path: Path) -> None:
-    run, full, weights = RunConfig(), tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
-    for folder, holds in ((full, FULL_STATE), (weights, WEIGHTS)):
-        UnfinishedCheckpoint(folder, {**about_run(run, ROWS), HOLDS: holds}, 0, commits=True).commit()
-    assert newest_whole(tmp_path) == full
-    check_resumable(run, ROWS, full, verify(full), {})
-    with pytest.raises(BadInputError, match="weights alone"):
-        check_resumable(run, ROWS, weights, verify(weights), {})
 
 
 # -- digests
@@ -237,13 +209,6 @@ def test_a_run_says_how_often_it_saves_and_how_long_that_takes(
 ) -> None:
     said = describe_saves(RunConfig(eval_steps=0.25, **settings), 100, size, speed=GIB, waits=waits)
     assert [words for words in expected if words not in said] == []
-
-
-def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(10), requires_grad=False), torch.nn.Parameter(torch.zeros(6))]
-    full = RunConfig(technique="full", run_folder="2.4_full_finetuning/run_0_cpu_x1")
-    sizes = [checkpoint_size(run, weights) for run in (RunConfig(), full, replace(full, optim="sgd"))]
-    assert sizes == [CheckpointSize(24, 24 + 48), CheckpointSize(24, 24 + 48), CheckpointSize(24, 24)]
 
 
 # -- while training goes on

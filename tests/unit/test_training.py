@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,26 +70,24 @@ from tests.unit.toys import train
 
 
 @pytest.mark.parametrize(
-    ("rows_by_rank", "row_uses"), [([[0, 2], [1, 3]], 4), ([[0, 2, 1, 3], [1, 3, 2, 0]], 8), ([[0], [2]], 2)]
-)
-def test_rows_used_once_per_epoch_pass(rows_by_rank: list[list[int]], row_uses: int) -> None:
-    check_rows_seen(rows_by_rank, row_count=4, row_uses=row_uses)
-
-
-@pytest.mark.parametrize(
     ("rows_by_rank", "row_uses", "said"),
     [
+        ([[0, 2], [1, 3]], 4, ""),
+        ([[0, 2, 1, 3], [1, 3, 2, 0]], 8, ""),
+        ([[0], [2]], 2, ""),
         ([[0, 1], [2, 3, 0]], 4, "5 rows were used, but the steps had room for 4"),
         ([[0, 1], [2]], 4, "3 rows were used, but the steps had room for 4"),
         ([[0, 1], [0, 1]], 4, "4 of 4 rows were used another number of times than 1; row 0: 2 times"),
         ([[0, 1, 2], [2]], 4, "2 of 4 rows were used another number of times than 1; row 2: 2 times"),
         ([[0, 2], [1, 3]], 8, "4 rows were used, but the steps had room for 8"),
     ],
-    ids=["one row repeated", "one row dropped", "both ranks used the same rows", "one row twice, one never",
+    ids=["an epoch", "two epochs", "half an epoch", "one row repeated",
+         "one row dropped", "both ranks used the same rows",
+         "one row twice, one never",
          "an epoch dropped"],
 )  # fmt: skip
 def test_rows_skipped_or_repeated_are_refused(rows_by_rank: list[list[int]], row_uses: int, said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=said) if said else nullcontext():
         check_rows_seen(rows_by_rank, row_count=4, row_uses=row_uses)
 
 
