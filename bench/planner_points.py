@@ -35,6 +35,8 @@ from common.planning.shares import whole_model
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 
+STEPS = 2
+"""The second has optimizer states from its start, and is the one that counts."""
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")

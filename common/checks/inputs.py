@@ -151,10 +151,10 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    if not run.parallelism.part:
+    if run.parallelism.holds_parts and run.parallelism.part == type(run.parallelism).part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
-            "names no part; pass another --parallel."
+            "names no part of its own; pass another --parallel."
         )
     part_class(run).check(run)
 

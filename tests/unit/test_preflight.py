@@ -328,10 +328,10 @@ def test_what_is_registered_later_passes(run: RunConfig, monkeypatch: pytest.Mon
             {"splits_rows": True, "shards": frozenset({"weights"}), "sharded_by": "Megatron"},
             "mine, which can be planned, but not trained with",
         ),
-        ({"splits_matrices": True}, "names no strategy"),
+        ({"splits_matrices": True}, "names no part"),
     ],
 )
-def test_what_is_registered_later_without_a_strategy_is_refused(
+def test_what_is_registered_later_without_a_part_of_its_own_is_refused(
     way: dict[str, object], said: str, run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, **way)
@@ -468,11 +468,13 @@ def test_what_is_measured_is_the_folders_own_loop(
 
 
 def test_a_run_without_a_folder_is_trained_by_the_folder_of_its_kind() -> None:
-    kinds = {("lora", "ddp"): DDP, ("full", "single"): FULL, ("full", "ddp"): FSDP, ("lora", "pp"): PP}
-    found = {kind: folder_for(SimpleNamespace(task="chat", technique=kind[0], parallel=kind[1])) for kind in kinds}
-    assert found == {kind: REPOSITORY / folder for kind, folder in kinds.items()}
+    two = {"parallel": "ddp", "devices": 2}
+    kinds = {DDP: two, FULL: {"technique": "full"}, FSDP: {"technique": "full", **two}}
+    assert {folder: folder_for(RunConfig(**kind)) for folder, kind in kinds.items()} == {
+        folder: REPOSITORY / folder for folder in kinds
+    }
     with pytest.raises(BadInputError, match="No run folder trains lora with mp"):
-        folder_for(RunConfig(technique="lora", parallel="mp", devices=2))
+        folder_for(RunConfig(parallel="mp", stages=2))
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -496,7 +498,7 @@ def test_as_many_rows_are_answered_and_judged_as_in_the_largest_batch_of_the_run
 @pytest.mark.usefixtures("own_environment")
 def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunConfig, unknown_model: str) -> None:
     small = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-    asked = replace(run, technique="full", model=unknown_model, **small)
+    asked = replace(run, technique="full", run_folder="", model=unknown_model, **small)
     rows = tried_rows.rows_of_length(asked, 16)
     placement, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
     assert placement == UNPLACED
