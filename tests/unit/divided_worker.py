@@ -23,9 +23,8 @@ from common.models.shards import byte_count, tensors_of
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training.fsdp import check_fully_sharded
-from common.training.strategy import strategy_class
-from common.training.tensor_parallel import check_split
+from common.training.fsdp import check_fully_sharded, load_shards
+from common.training.tensor_parallel import check_split, load_split
 from tests.unit.ranks import gradients_of, largest, tell
 
 LLAMA, BERT = "llama", "bert"
@@ -121,15 +120,15 @@ def trained(model: torch.nn.Module) -> list[bool]:
 
 def compare(case: str, folder: Path, rank: Rank) -> Found:
     run, found = run_of(case, folder), {}
-    strategy = strategy_class(run)(run, rank)
+    load = load_split if run.parallel == "tp" else load_shards
     set_seed(3)
     with (
         launched(case),
         growth(found),
-        patch.object(sys.modules[type(strategy).__module__], "with_trained_weights") as train,
+        patch.object(sys.modules[load.__module__], "with_trained_weights") as train,
     ):
         train.side_effect = lambda base, run: with_trained_weights(noted(base, found), run)
-        model = strategy.load_model()
+        model = load(run, rank)
     drawn = torch.rand(1).item()
     found["held"] = byte_count(tensors_of(model))
     if run.parallel == "tp":

@@ -5,7 +5,6 @@ torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER STAGES CASE...: what 
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -16,18 +15,18 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.models import chunked_loss
 from common.models.loading import load_base_model
-from common.models.stages import Sharing, StageMap, add_lora_to_stage, load_stage
+from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training import chunked_loss
-from common.training.pipeline import Pipeline, StageModule
-from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
-from common.training.strategy import Batch, keep_answer_logits
+from common.training.answer_logits import Batch, keep_answer_logits
+from common.training.pipeline import Pipeline, pipeline_of
+from common.training.pipeline_parallel import Stage, sum_of_first_and_last
 from tests.unit.ranks import gradients_of, largest, tell
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
@@ -133,17 +132,18 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     whole, stage = to_be_trained(run, kind, stage_map, rank)
     if "recomputed" in case:
         stage.gradient_checkpointing_enable({"use_reentrant": False})
-    pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
+    pipeline = pipeline_of(stage, run, rank)
     pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
     saved = folder.with_name(folder.name + "-saved")
     every = set().union(*gather_object([set(trained_of(stage))]))
-    save_parts(stage, saved, Sharing(rank.rank, rank.world_size, group=0, groups=1))
+    part = Stage(pipeline, run, rank)
+    part.export(saved)
     return {
         "saved": saved_difference(saved, run, whole),
         **forward_differences(pipeline, whole, batch, told),
         **gradient_differences(pipeline, whole, batch, told, case["tied"] and not is_lora),
-        "loaded again": loaded_again(stage, saved),
-        "counts": wrong_counts(pipeline, whole, case["tied"]),
+        "loaded again": loaded_again(part, saved),
+        "counts": wrong_counts(part, whole, case["tied"]),
         "missing names": len((every ^ trained_of(whole).keys()) - {"lm_head.weight"}),
         "weights on this stage": len(dict(stage.named_parameters())) / len(dict(whole.named_parameters())),
     }
@@ -216,10 +216,9 @@ def gradient_differences(
     return found
 
 
-def wrong_counts(pipeline: Pipeline, whole: torch.nn.Module, tied: bool) -> int:
-    """How far trained and multiplied weights, as the strategy counts them over all stages, are from the whole's."""
-    strategy = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
-    trained, multiplied = PipelineParallel.parameter_counts(strategy)
+def wrong_counts(part: Stage, whole: torch.nn.Module, tied: bool) -> int:
+    """How far trained and multiplied weights, as they are counted over all stages, are from the whole's."""
+    trained, multiplied = part.parameter_counts()
     looked_up = 0 if tied else whole.get_input_embeddings().weight.numel()
     expected = sum(weight.numel() for weight in whole.parameters()) - looked_up
     return abs(trained - sum(weight.numel() for weight in trained_of(whole).values())) + abs(multiplied - expected)
@@ -234,13 +233,14 @@ def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> flo
     return largest(plain.state_dict(), whole.state_dict())
 
 
-def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
+def loaded_again(part: Stage, folder: Path) -> float:
     """How far this stage's weights are from what they were, after they were lost and loaded."""
-    before = {name: weight.detach().clone() for name, weight in trained_of(stage).items()}
-    for weight in trained_of(stage).values():
+    before = {name: weight.detach().clone() for name, weight in trained_of(part.model).items()}
+    part.write(folder, part.state(is_full=False))
+    for weight in trained_of(part.model).values():
         weight.data.add_(1.0)
-    load_parts(stage, saved)
-    return largest(before, trained_of(stage))
+    part.load(folder, is_full=False)
+    return largest(before, trained_of(part.model))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER CASE...: what each 
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,13 +25,12 @@ from common.base.run_config import RunConfig
 from common.models.shards import full_weights, local_part
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training.strategy import Strategy
+from common.training.part import Part
 from common.training.tensor_parallel import (
     PLAN,
     check_split,
     check_whole_weights_agree,
     clip_gradients,
-    separate_groups,
     split_by_plan,
     split_dimension,
 )
@@ -109,6 +109,7 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 Clip = Callable[[Iterable[torch.Tensor], float], torch.Tensor]
+CLIP: Clip = partial(clip_gradients, device="cpu")
 
 
 def trained(
@@ -130,10 +131,13 @@ def trained(
 
 def optimizer_of(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [{"params": weights[::2], "weight_decay": 0.1}, {"params": weights[1::2], "weight_decay": 0.0}]
+    groups: dict[tuple[int, bool], list[torch.Tensor]] = {}
+    for number, weight in enumerate(weights):
+        groups.setdefault((number % 2, isinstance(weight, DTensor)), []).append(weight)
+    settings = [{"params": own, "weight_decay": 0.1 * (1 - odd)} for (odd, _), own in groups.items()]
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.5)
-    return torch.optim.AdamW(groups, lr=1e-3, **{name: True})
+        return torch.optim.SGD(settings, lr=0.5)
+    return torch.optim.AdamW(settings, lr=1e-3, **{name: True})
 
 
 def relative(first: list[float], second: list[float]) -> float:
@@ -143,9 +147,8 @@ def relative(first: list[float], second: list[float]) -> float:
 def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
     steps, one, divided = batches(case[0], 5), toy(*case), split_by_plan(toy(*case), mesh)
     optimizer = optimizer_of(divided, "sgd")
-    separate_groups(optimizer)
     losses, norms = trained(one, optimizer_of(one, "sgd"), steps, clip_grad_norm_)
-    own_losses, own_norms = trained(divided, optimizer, steps, clip_gradients)
+    own_losses, own_norms = trained(divided, optimizer, steps, CLIP)
     check_whole_weights_agree(divided)
     return {
         **passes(case, mesh, steps[0]),
@@ -197,7 +200,7 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
     """Of the logits of what plain libraries load, and the divided model's."""
-    Strategy.export(SimpleNamespace(model=divided, rank=rank), folder)
+    Part.export(SimpleNamespace(model=divided, rank=rank, is_whole=False), folder)
     is_adapted = isinstance(divided, PeftModel)
     plain = (
         PeftModel.from_pretrained(base_toy(case[0]), folder) if is_adapted else type(divided).from_pretrained(folder)
@@ -219,10 +222,9 @@ def said_after_dropout(case: Case, mesh: DeviceMesh, name: str, seed: int, preci
     """Of a divided model's copies after three steps with dropout, its masks from `seed`."""
     divided = split_by_plan(toy(*case, dropout=0.1), mesh)
     optimizer = optimizer_of(divided, name)
-    separate_groups(optimizer)
     torch.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-        trained(divided, optimizer, batches(case[0], 3), clip_gradients)
+        trained(divided, optimizer, batches(case[0], 3), CLIP)
     return said(check_whole_weights_agree, divided)
 
 

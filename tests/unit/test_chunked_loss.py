@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from common.data.rows import IGNORED_LABEL
+from common.models import chunked_loss
 from common.models.chunked_loss import BART_LIKE, compute_loss_in_chunks, takes_chunks
 from common.tasks.objectives import step_loss
 from common.tasks.summarization import summary_results
-from common.training import chunked_loss
 
 SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip

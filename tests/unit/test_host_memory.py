@@ -1,10 +1,8 @@
 """What a machine's own memory holds for its GPUs."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from common.training.strategy import strategy_class
 
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
@@ -98,11 +96,3 @@ def test_a_machine_without_room_for_what_is_offloaded_is_refused() -> None:
     check_host(plan, needed + 1)
     with pytest.raises(BadInputError, match=f"{needed / GIB:.1f} GiB in the machine's own memory.* 60.0 GiB are free"):
         check_host(plan, 60 * GIB)
-
-
-@pytest.mark.parametrize("name", [name for name, each in PARALLELISMS.items() if each.strategy])
-def test_what_is_planned_to_be_saved_in_the_background_is(name: str) -> None:
-    parallelism = PARALLELISMS[name]
-    assert (
-        strategy_class(SimpleNamespace(parallelism=parallelism)).saves_in_background == parallelism.saves_in_background
-    )
