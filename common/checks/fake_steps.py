@@ -197,10 +197,9 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
     inputs = {"input_ids": ids, "labels": labels}
     if batch.target_length:
         inputs["decoder_input_ids"] = torch.zeros_like(labels)
-    if batch.padded:
-        mask = torch.ones_like(ids)
-        mask[0, -1] = 0
-        inputs["attention_mask"] = mask
+    if batch.padded or batch.goal.compares:  # pairs always have a mask
+        inputs["attention_mask"] = torch.ones_like(ids)
+        inputs["attention_mask"][0, -1] = int(not batch.padded)
     if batch.tiles:
         inputs |= picture_inputs(batch, model.config)
         ids[:, : batch.tiles * tokens_of_tile(model.config)] = model.config.image_token_id
