@@ -66,6 +66,7 @@ from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer, make_schedule, training_arguments
 from common.training.part import Part
 from common.training.results import check_rows_seen, check_training, steps_have_rows, training_flops
+from tests.pace import patient
 from tests.unit.toys import train
 
 
@@ -360,7 +361,8 @@ def test_a_run_ends_with_its_best_weights_also_where_they_are_written_while_it_g
         return (0.1, 0.2, 0.3, 0.0)[step - 1]
 
     def write_late(folder: Path, *given: Any) -> list[Path]:
-        while goes_on and steps_at(folder) == max(seen) < 4:
+        deadline_s = time.monotonic() + patient(60)
+        while goes_on and steps_at(folder) == max(seen) < 4 and time.monotonic() < deadline_s:
             time.sleep(0.001)
         return write(folder, *given)
 
