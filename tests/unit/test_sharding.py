@@ -1,7 +1,6 @@
 """Sharding: what is refused, what DeepSpeed is told, and what is counted."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -199,13 +198,9 @@ def test_what_copies_and_shards_exchange_may_take_as_long_as_any_exchange(monkey
 
 @pytest.mark.usefixtures("one_rank")
 def test_saving_in_the_background_has_the_runs_time_out(tmp_path: Path) -> None:
-    part = SimpleNamespace(is_whole=False, state=lambda _: {}, write=lambda *_: [])
-    saver = Saver.__new__(Saver)
-    saver.part, saver.writes, saver.in_background, saver.group = part, True, True, None
-    saver.log, saver.rank = SimpleNamespace(run=FSDP), Rank(0, 2, "cpu", "torchrun")
-    saver.thread, saver.unfinished = ThreadPoolExecutor(1), SimpleNamespace()
-    saver._has_room_to_copy = lambda _: True
-    saver._write(tmp_path, True)
+    part = Mock(is_whole=False, **{"state.return_value": {}})
+    saver = Mock(part=part, group=None, log=Mock(run=FSDP), rank=Rank(0, 2, "cpu", "torchrun"))
+    Saver._write(saver, tmp_path, is_full=True)
     assert saver.group._get_backend(torch.device("cpu")).options._timeout == exchange_timeout(FSDP)
 
 
