@@ -27,6 +27,7 @@ from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Shards, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
 from common.training.pipeline_parallel import Stage
+from common.training.saver import Saver
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
 from common.training.zero import ZeroPart, check_deepspeed
 
@@ -192,6 +193,14 @@ def test_what_copies_and_shards_exchange_may_take_as_long_as_any_exchange(monkey
     mesh = mesh_of(Rank(0, 4, "cpu", "torchrun"), run)
     assert allowed_s == [exchange_timeout(run).total_seconds()] * 4
     assert [dist.get_process_group_ranks(mesh[name].get_group()) for name in ("replicate", "shard")] == [[0, 2], [0, 1]]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_saving_in_the_background_has_the_runs_time_out(tmp_path: Path) -> None:
+    part = Mock(is_whole=False, **{"state.return_value": {}})
+    saver = Mock(part=part, group=None, log=Mock(run=FSDP), rank=Rank(0, 2, "cpu", "torchrun"))
+    Saver._write(saver, tmp_path, is_full=True)
+    assert saver.group._get_backend(torch.device("cpu")).options._timeout == exchange_timeout(FSDP)
 
 
 def test_collectives_count_as_in_a_ring_of_their_own_group(four_ranks: None) -> None:
