@@ -90,21 +90,15 @@ class ClockCallback(TrainerCallback):
     """The clock of a tool that is a Trainer."""
 
     def __init__(self, clock: Clock) -> None:
-        """`clock` is started with the first epoch."""
+        """`clock` is started where training begins."""
         self.clock = clock
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """A tool that packs rows has other steps."""
+        """Start: the first batch is asked for right after this. A tool that packs rows has other steps."""
         self.clock.steps_per_epoch = state.max_steps // MOST_EPOCHS
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """The Trainer asks for the first batch right after this."""
-        if state.global_step == 0:
-            self.clock.start()
+        self.clock.start()
 
     def on_step_begin(
         self,

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from bench.gpu_trial import GPU_SCALE, Scale, Trial, steps_of
+from bench.gpu_trial import GPU_SCALE, Scale, Trial, take_steps, trial_started
 from bench.levers import pulled
 from common.hardware.devices import Gpu
 
@@ -57,11 +57,11 @@ def profiled(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]
     """Return the seconds of one step by kernel and by kind, and the share of products with a side of the LoRA rank."""
     plan = trial.planned(gpu, scale)
     run = trial.run(scale).changed_to(per_device_train_batch_size=plan.job.batch.rows)
-    with pulled(trial.levers), steps_of(run, scale.length) as (trainer, rank):
-        step = ProfiledStep(rank.device)
-        trainer.add_callback(step)
-        trainer.train()
-    return {"technique": trial.technique, "name": trial.name, **sums_of(step.profiler, rank.device, run.lora_r)}
+    with pulled(trial.levers), trial_started(run) as log:
+        device = log.rank.device
+        step = ProfiledStep(device)
+        take_steps(log, step)
+    return {"technique": trial.technique, "name": trial.name, **sums_of(step.profiler, device, run.lora_r)}
 
 
 def sums_of(profiler: profile, device: str, lora_rank: int) -> dict[str, Any]:

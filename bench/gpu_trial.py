@@ -9,25 +9,28 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from bench.levers import LEVERS, pulled
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
+from common.checks.folder_training import tried_by_folder
 from common.checks.gpu_check import NoRoomError
-from common.checks.preflight import StepClock, planned_step_s, trainer_of_longest_batch
+from common.checks.preflight import StepClock, planned_step_s
 from common.checks.tried_rows import batch_of_length, rows_of_length
 from common.hardware.devices import Gpu, forget_peak, read_memory
 from common.models.families import suited_to_model
 from common.planning.plans import Plan, plan_run
+from common.runtime import recorder
 from common.runtime.rank import rank_started
-from common.runtime.world import Rank
+from common.training.loop import TrainingLoop
 from common.training.results import speed_figures
-from common.training.trainer import AuditedTrainer
 
 TRIALS_PATH = REPOSITORY / "bench" / "gpu_trials.json"
 FOLDERS = {"full": "2.4_full_finetuning/run_2_h200_141g_x1", "lora": "2.1_lora_finetuning/run_2_h200_141g_x1"}
@@ -117,8 +120,8 @@ def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
     """
     plan = trial.planned(gpu, scale)
     run = trial.run(replace(scale, rows=plan.job.batch.rows))
-    with pulled(trial.levers), steps_of(run, scale.length) as (trainer, rank):
-        found = _timed(run, trainer, rank, gpu)
+    with pulled(trial.levers), trial_started(run) as log:
+        found = _timed(log, gpu)
     return {
         **asdict(trial),
         "rows": run.per_device_train_batch_size,
@@ -131,23 +134,28 @@ def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
 
 
 @contextmanager
-def steps_of(run: RunConfig, length: int) -> Iterator[tuple[AuditedTrainer, Rank]]:
-    """Make the run's own trainer of `STEPS` steps on rows of `length` tokens."""
+def trial_started(run: RunConfig) -> Iterator[recorder.Trial]:
+    """Start what stands in for the log of `STEPS` steps; callbacks may be put into it."""
     with rank_started(run) as rank, tempfile.TemporaryDirectory() as folder:
-        yield trainer_of_longest_batch(run, rows_of_length(run, length), {}, rank, Path(folder), STEPS), rank
+        yield recorder.Trial(replace(run, max_steps=STEPS), rank, Path(folder))
 
 
-def _timed(run: RunConfig, trainer: AuditedTrainer, rank: Rank, gpu: Gpu) -> dict[str, Any]:
-    clock = StepClock(rank.devices)
-    trainer.add_callback(clock)
-    forget_peak(rank.device)
-    trainer.train()
+def take_steps(log: recorder.Trial, *callbacks: TrainerCallback) -> TrainingLoop:
+    """Train on rows of the run's `max_length` by the run folder's own function, and return its loop."""
+    log.callbacks += callbacks
+    return tried_by_folder(log, rows_of_length(log.run, log.run.max_length))
+
+
+def _timed(log: recorder.Trial, gpu: Gpu) -> dict[str, Any]:
+    run, device = log.run, log.rank.device
+    clock = StepClock(log.rank.devices, partial(forget_peak, device))
+    loop = take_steps(log, clock)
     tokens = run.effective_batch_size * run.max_length
     return {
         "tokens": tokens,
         "step_time_s": clock.step_time_s,
-        **speed_figures(trainer, run, tokens / clock.step_time_s, gpu),
-        "peak_gib": read_memory(rank.device).peak_gib,
+        **speed_figures(loop, tokens / clock.step_time_s, gpu),
+        "peak_gib": read_memory(device).peak_gib,
     }
 
 

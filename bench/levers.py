@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.liger import apply_liger_kernel
 
-from common.models import separate_rows
+from common.models import chunked_loss, separate_rows
 from common.planning import memory_plan, phases
 from common.planning.gpu_overhead import memory_of_step
-from common.models import chunked_loss, strategy
-from common.training.trainer import AuditedTrainer
+from common.training import part
+from common.training.loop import TrainingLoop
 
 MANY_LOGITS = 2**28
 """Of a chunk, on a card with room for about 4 GiB of them: a head's product of 261 tokens (2^25 logits) is too thin."""
@@ -35,7 +35,7 @@ def without_wait_for_norm() -> AbstractContextManager[Any]:
 
     A trial waits for the GPU after each step: what is gained from one step to the next is not seen.
     """
-    return mock.patch.object(AuditedTrainer, "check_gradients", _goes_on)
+    return mock.patch.object(TrainingLoop, "_check_finite", _goes_on)
 
 
 def _goes_on(*given: object) -> None:
@@ -86,7 +86,7 @@ def ligers_loss_alone() -> AbstractContextManager[Any]:
     """Of Liger's kernels take the loss, which joins head and cross-entropy: compiled layers fuse the rest."""
     others = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
     put_in = partial(_put_ligers_into, {**others, "fused_linear_cross_entropy": True})
-    return mock.patch.object(strategy, "apply_liger_kernel", put_in)
+    return mock.patch.object(part, "apply_liger_kernel", put_in)
 
 
 def _put_ligers_into(kernels: dict[str, bool], model: torch.nn.Module, none: None) -> None:

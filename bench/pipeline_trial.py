@@ -14,20 +14,15 @@ from functools import partial
 from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
-from common.training.trainer import trainer_of_rows, training_arguments
 
+from bench.recipe import TrialOfEpochs, load_material
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_tokenizer
 from common.models.placement import place_stages
-from common.models.stages import load_stage
-from common.models.trained_weights import train_linear_layers
 from common.runtime.rank import end_rank, start_rank
-from common.runtime.world import Rank
-from common.training.loop import LoopTrainer
+from common.training.loop import TrainingLoop
+from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.pipeline_measure import measure_pipeline
-from common.training.pipeline_parallel import PipelineParallel
 
 RANKS, MICRO_BATCHES = 2, 8
 STUCK_AFTER_S = 900
@@ -48,9 +43,8 @@ def measure(model: str, rows: int, steps: int, rounds: int) -> dict[str, object]
     )
     rank = start_rank(run)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(run, rank, Path(folder))
-        trainer.create_optimizer_and_scheduler(steps)
-        figures = measure_pipeline(trainer, steps, rounds, partial(_tell, f"{model}, {rows} rows, "))
+        loop = _loop(TrialOfEpochs(run, rank, Path(folder)))
+        figures = measure_pipeline(loop, steps, rounds, partial(_tell, f"{model}, {rows} rows, "))
     if rank.is_main:
         print(json.dumps(figures), flush=True)
     wait_for_everyone()
@@ -62,14 +56,13 @@ def _tell(what: str, line: str) -> None:
     print(what + line, file=sys.stderr, flush=True)
 
 
-def _trainer(run: RunConfig, rank: Rank, folder: Path) -> LoopTrainer:
-    tokenizer, splits = load_tokenizer(run), load_splits(run)
-    train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
-    placement = place_stages(run, longest_batch(train, run.per_device_train_batch_size, run))
-    stage = load_stage(run, placement.stage_map, rank.rank, rank.device)
-    train_linear_layers(stage, run.target_modules)
-    arguments, strategy = training_arguments(run, folder), PipelineParallel(run, rank)
-    return trainer_of_rows(run, rank, stage, tokenizer, train, validation, arguments, [], strategy, LoopTrainer)
+def _loop(log: TrialOfEpochs) -> TrainingLoop:
+    """The loop of 2.7, whose steps are timed, and not taken."""
+    run, material = log.run, load_material(log.run)
+    placement = place_stages(run, longest_batch(material.train, run.per_device_train_batch_size, run))
+    stage = trained_stage(run, placement.stage_map, log.rank)
+    pipeline = Pipeline(StageModule(stage, run, log.rank), run, log.rank)
+    return TrainingLoop(pipeline, material.tokenizer, material.splits, log)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
-Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
-the second counts. Points with a smaller card's memory show whether what is said to fit does.
+Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts. Points
+with a smaller card's memory show whether what is said to fit does.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
@@ -16,24 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
-from common.checks.fake_steps import STEPS, batch_inputs, build_model, mark_segments, step_trainer, take_step
+from common.checks.fake_steps import mark_segments
+from common.checks.folder_training import tried_by_folder
+from common.checks.tried_rows import rows_of_length
 from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.loading import any_shape_config, load_base_model
-from common.models.trained_weights import add_lora
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, memory_with_overhead
 from common.planning.job import BatchShape
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from common.training.strategy import chunk_loss
-from common.training.trainer import training_arguments
+from common.runtime.recorder import Trial
+from common.runtime.world import Rank
 
+STEPS = 2
+"""The second has optimizer states from its start, and is the one that counts."""
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
@@ -157,13 +160,28 @@ def small_card_points(card: str) -> list[Point]:
 # -- one point, in its own process
 
 
-class PeakWatch:
-    """Told the step's segments as the dry run's tracker is; keeps a device's highest memory in each, in GiB."""
+class PeakWatch(TrainerCallback):
+    """Told the step's segments as the dry run's tracker is; keeps a device's highest memory in each, in GiB.
+
+    What precedes the first layer, such as the batch on its way, is `load`.
+    """
 
     def __init__(self, device: str) -> None:
         """Begin before the first step; a CPU, on which points are rehearsed, has the process's memory instead."""
         self.device, self.segment, self.reserved_gib = device, "load", 0.0
         self.segments_gib: dict[str, float] = {}
+
+    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        """Have the layers tell where they begin."""
+        mark_segments(model, self)
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Forget the step before."""
+        self.restart()
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        """Begin the update; the gradients were clipped before."""
+        self.enter("optimizer: step")
 
     def enter(self, segment: str, new_part: str = "") -> None:
         """From now on the peak is of `segment`; what is made is not told apart here."""
@@ -185,24 +203,12 @@ class PeakWatch:
 
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
-    """Two optimizer steps by the run's own trainer on `device`; the memory of the second, segment by segment."""
-    if run.technique == "qlora":
-        model = add_lora(load_base_model(run, {"": device}), run)
-        chunk_loss(run, model)
-    else:
-        with torch.device(device):
-            model = build_model(run, any_shape_config(run.model))
-    inputs = {name: tensor.to(device) for name, tensor in batch_inputs(batch, model).items()}
-    watch = PeakWatch(device)
+    """Two optimizer steps by the technique's own workflow on `device`; the memory of the second, by segment."""
+    watch, asked = PeakWatch(device), replace(run, max_steps=2, per_device_train_batch_size=batch.rows)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(run, Path(folder))
-        trainer = step_trainer(model, arguments)
-        wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
-        mark_segments(model, watch)
-        for _ in range(STEPS):
-            watch.restart()
-            take_step(trainer, wrapped, optimizer, inputs, watch)
-        watch.remember()
+        log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [watch])
+        tried_by_folder(log, rows_of_length(asked, batch.length))
+    watch.remember()
     return watch
 
 

@@ -6,19 +6,18 @@ Learning rates and epochs were chosen on the validation split (LOG.md); these ar
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 
 from bench.entries import Entry, measured
-from bench.recipe import Technique, load_material, load_model
+from bench.recipe import Technique, load_material
 from common.base.run_config import RunConfig
+from common.checks.folder_training import trained_by_folder
 from common.data.splits import load_splits
 from common.models.loading import load_base_model
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.trainer import make_trainer
 
 SEEDS = (42, 7, 8)
 LEARNING_RATES: dict[Technique, float] = {"lora": RunConfig().learning_rate, "full": 1e-3}
@@ -43,12 +42,13 @@ def entries(techniques: list[Technique], seeds: tuple[int, ...], epochs: int, qu
         figures = _untuned_entries(untuned)
         for technique in techniques:
             runs = [_run(technique, seed, epochs, questions, folder) for seed in seeds]
-            figures += _tuned_entries(technique, [_tune(technique, run) for run in runs])
+            figures += _tuned_entries(technique, [_tune(run) for run in runs])
     return figures
 
 
 def _run(technique: Technique, seed: int, epochs: int, questions: int, folder: str) -> RunConfig:
     return RunConfig(
+        technique=technique,
         learning_rate=LEARNING_RATES[technique],
         num_train_epochs=epochs,
         test_rows=questions,
@@ -70,18 +70,14 @@ def _answer_untuned(run: RunConfig) -> Evaluation:
         return evaluate(judges[0].model, judges[0].tokenizer, load_splits(run).test, judges, log, "before")
 
 
-def _tune(technique: Technique, run: RunConfig) -> Tuned:
+def _tune(run: RunConfig) -> Tuned:
     """Train by the run folders' recipe: validation and checkpoint every 5 % of the steps, the best comes back."""
     with rank_started(run) as rank:
-        material, log = load_material(run), RunRecorder(run, rank)
-        model = load_model(run, technique)
-        trainer = make_trainer(model, material.tokenizer, material.train, material.validation, log)
-        start_s = time.perf_counter()
-        trainer.train()
-        train_time_s = time.perf_counter() - start_s
-        test = load_splits(run).test
-        quality = evaluate(trainer.model.eval(), material.tokenizer, test, _judges(run, rank), log, "after")
-    print(f"{technique}, seed {run.seed}: {quality}; {train_time_s:.0f} s", file=sys.stderr, flush=True)
+        log, data = RunRecorder(run, rank), load_splits(run)
+        loop = trained_by_folder(log, data)
+        train_time_s = log.phases_s["training"]
+        quality = evaluate(loop.model.eval(), loop.tokenizer, data.test, _judges(run, rank), log, "after")
+    print(f"{run.technique}, seed {run.seed}: {quality}; {train_time_s:.0f} s", file=sys.stderr, flush=True)
     return Tuned(train_time_s, quality)
 
 

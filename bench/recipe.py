@@ -12,10 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from bench.long_rows import long_rows
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, Tokens
+from common.data.rows import IGNORED_LABEL, Splits, Tokens
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import any_shape_config, load_base_model, load_tokenizer
-from common.models.trained_weights import add_lora, train_linear_layers
+from common.models.trained_weights import with_trained_weights
+from common.runtime import recorder
 
 Technique = Literal["lora", "full"]
 DataSet = Literal["short", "long", "random"]
@@ -77,16 +78,24 @@ class Trial:
     def run_config(self) -> RunConfig:
         """The same as a run of this repository would be set."""
         return RunConfig(
+            technique=self.technique,
             model=self.model,
             per_device_train_batch_size=self.batch_size,
             num_train_epochs=MOST_EPOCHS,
             learning_rate=self.learning_rate,
             lr_scheduler_type=SCHEDULER,
+            warmup_steps=WARMUP_STEPS,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=MAX_GRAD_NORM,
             seed=self.seed,
             train_rows=self.train_rows,
         )
+
+
+class TrialOfEpochs(recorder.Trial):
+    """A training without reports, validations and checkpoints, whose rows are drawn as in any run."""
+
+    repeats = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,11 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     train: Sequence[Tokens]
     validation: Sequence[Tokens]
+
+    @property
+    def splits(self) -> Splits:
+        """The same for a workflow."""
+        return Splits(self.train, self.validation, [])
 
     @property
     def train_tokens(self) -> int:
@@ -145,14 +159,10 @@ def base_folder(run: RunConfig) -> Path:
     return REPOSITORY / run.model
 
 
-def load_model(run: RunConfig, technique: Technique) -> PreTrainedModel:
+def load_model(run: RunConfig) -> PreTrainedModel:
     """The embedded base with what is to be trained switched on; every tool's adapters leave casts to autocast."""
     set_seed(run.seed)
-    model = load_base_model(run, {"": "cpu"})
-    if technique == "lora":
-        return add_lora(model, run)
-    train_linear_layers(model)
-    return model
+    return with_trained_weights(load_base_model(run, {"": "cpu"}), run)
 
 
 @torch.no_grad()

@@ -17,13 +17,13 @@ from pathlib import Path
 from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from bench.recipe import Technique, load_material, load_model
+from bench.recipe import Technique, TrialOfEpochs, load_material, load_model
 from common.base.run_config import RunConfig
 from common.models.families import suited_to_model
 from common.runtime.rank import end_rank, start_rank
-from common.runtime.world import Rank
 from common.training.ceiling import measure_machine_ceiling
-from common.training.trainer import AuditedTrainer, trainer_of_rows, training_arguments
+from common.training.ddp import data_parallel, exchanging
+from common.training.loop import TrainingLoop
 
 WARM_UP_STEPS = 3
 STUCK_AFTER_S = 240
@@ -37,15 +37,11 @@ class Turns(TrainerCallback):
     A turn has one step more, at its beginning, that is not timed: the caches are the other world's then.
     """
 
-    def __init__(self, folder: Path, rank: Rank, steps: int) -> None:
-        self.folder, self.rank, self.steps = folder, rank, steps
+    def __init__(self, folder: Path, loop: TrainingLoop, steps: int) -> None:
+        self.folder, self.loop, self.rank, self.steps = folder, loop, loop.rank, steps
         self.step_times_s: list[float] = []
         self.ceilings: list[float] = []
-
-    def take_turns_in(self, trainer: AuditedTrainer) -> None:
-        """Time the steps of `trainer`."""
-        self.trainer = trainer
-        trainer.add_callback(self)
+        loop.add_callback(self)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -63,7 +59,7 @@ class Turns(TrainerCallback):
     def _end_turn(self) -> None:
         self.step_times_s.append((time.perf_counter() - self.start_s) / self.steps)
         if self.rank.world_size > 1:
-            ceiling = measure_machine_ceiling(self.trainer, self.rank, steps=self.steps, rounds=1)
+            ceiling = measure_machine_ceiling(self.loop, steps=self.steps, rounds=1)
             self.ceilings.append(ceiling["strong"])
 
     def _hand_over(self, turns: int, is_last: bool) -> None:
@@ -86,6 +82,7 @@ def measure(
     """Seconds per optimizer step of this world (`step_times_s`) by turn, and of several ranks their `ceilings`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asked = RunConfig(
+        technique=technique,
         parallel="ddp" if world_size > 1 else "single",
         devices=world_size,
         per_device_train_batch_size=global_batch_rows // world_size,
@@ -93,11 +90,8 @@ def measure(
     )
     run = suited_to_model(asked)  # rows end to end, as in the run folders
     rank = start_rank(run)
-    clock = Turns(folder, rank, steps)
     with tempfile.TemporaryDirectory() as results:
-        trainer = _trainer(run, technique, rank, results)
-        clock.take_turns_in(trainer)
-        trainer.train()
+        clock = _train(TrialOfEpochs(run, rank, Path(results)), folder, steps)
     figures = {"step_times_s": clock.step_times_s, "ceilings": clock.ceilings}
     if rank.is_main:
         print(json.dumps(figures), flush=True)
@@ -106,14 +100,17 @@ def measure(
     return figures
 
 
-def _trainer(run: RunConfig, technique: Technique, rank: Rank, folder: str) -> AuditedTrainer:
-    arguments = training_arguments(run, folder)
-    arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
-    arguments.load_best_model_at_end = False
-    material = load_material(run)
-    model = load_model(run, technique)
-    rows = material.train, material.validation
-    return trainer_of_rows(run, rank, model, material.tokenizer, *rows, arguments, [])
+def _train(log: TrialOfEpochs, folder: Path, steps: int) -> Turns:
+    """Train as 2.2 does, in turns; the clock needs the loop, whose ceiling it measures between them."""
+    material, replica = load_material(log.run), data_parallel(load_model(log.run), log.rank)
+    loop = TrainingLoop(replica, material.tokenizer, material.splits, log)
+    clock = Turns(folder, loop, steps)
+    for step in loop.steps():
+        for batch, is_last in step:
+            with exchanging(replica, is_last):
+                (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
+        loop.update()
+    return clock
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ A tool's function returns when its clock says that the trial is over, or the epo
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import set_seed
 
 from bench.clock import Clock, ClockCallback
 from bench.recipe import (
@@ -18,6 +20,7 @@ from bench.recipe import (
     WARMUP_STEPS,
     WEIGHT_DECAY,
     DataSet,
+    TrialOfEpochs,
     base_folder,
     load_model,
     padded,
@@ -49,30 +52,19 @@ def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
 
 
 def _train_ours(clock: Clock, **settings: Any) -> None:
+    from common.checks.folder_training import trained_by_folder
     from common.models.families import suited_to_model
     from common.runtime.world import Rank
-    from common.training.trainer import trainer_of_rows, training_arguments
 
     run, material = suited_to_model(replace(clock.trial.run_config(), **settings)), clock.material
+    set_seed(run.seed)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(run, folder)
-        arguments.warmup_steps = WARMUP_STEPS
-        arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
-        arguments.load_best_model_at_end = False
-        trainer_of_rows(
-            run,
-            Rank(0, 1, "cpu", "python"),
-            load_model(run, clock.trial.technique),
-            material.tokenizer,
-            material.train,
-            material.validation,
-            arguments,
-            [ClockCallback(clock)],
-        ).train()
+        log = TrialOfEpochs(run, Rank(0, 1, "cpu", "python"), Path(folder), [ClockCallback(clock)])
+        trained_by_folder(log, material.splits, material.tokenizer)
 
 
 def train_ours(clock: Clock) -> None:
-    """This repository's trainer, as its workflows make it: rows in random order, end to end."""
+    """The `train` of the technique's run folder: rows in random order, end to end."""
     _train_ours(clock)
 
 
@@ -88,7 +80,7 @@ def _train_sft(clock: Clock, **settings: Any) -> None:
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in clock.material.train]
     with tempfile.TemporaryDirectory() as folder:
         SFTTrainer(
-            load_model(clock.trial.run_config(), clock.trial.technique),
+            load_model(clock.trial.run_config()),
             args=SFTConfig(**{**_trainer_settings(clock, folder), **settings}),
             train_dataset=Dataset.from_list(rows),
             processing_class=clock.material.tokenizer,
@@ -135,7 +127,7 @@ def _train_trainer(clock: Clock, **settings: Any) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
-            load_model(clock.trial.run_config(), clock.trial.technique),
+            load_model(clock.trial.run_config()),
             args=TrainingArguments(**_trainer_settings(clock, folder), **settings),
             train_dataset=clock.material.train,
             data_collator=DataCollatorForSeq2Seq(clock.material.tokenizer),
@@ -156,7 +148,7 @@ def train_trainer_grouped(clock: Clock) -> None:
 def train_bare(clock: Clock) -> None:
     """A plain PyTorch loop over rows sorted by length; the order of the batches is shuffled in each epoch."""
     trial = clock.trial
-    model = load_model(trial.run_config(), trial.technique).train()
+    model = load_model(trial.run_config()).train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=trial.learning_rate, weight_decay=WEIGHT_DECAY)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP_STEPS))

@@ -64,8 +64,8 @@ class Parallelism:
         takes_4_bits: A base in 4 bits can be trained with it.
         suggested_for: Techniques for which the planner ranks it unasked, where there are several devices.
         resumes_on_other_ranks: A checkpoint can be resumed on another number of ranks.
-        part: What a rank holds of the model, a class of `common.training.part`, as `module:name`; empty: it is
-            planned alone.
+        part: What a rank holds of the model, as `module:name` of a class of `common.training.part`. Where that is less
+            than all of it, and none is named, it is planned alone.
         why_not_reentrant: Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does.
     """
 
@@ -89,6 +89,11 @@ class Parallelism:
     def is_single(self) -> bool:
         """Whether one device does all the work."""
         return not (self.splits_rows or self.splits_layers or self.splits_matrices)
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether a rank holds a part of the model, or of what is trained."""
+        return bool(self.shards) or self.splits_matrices or self.pipelines
 
     @property
     def replicates(self) -> bool:
@@ -117,14 +122,6 @@ class Parallelism:
         (deepspeed/runtime/zero/stage3.py: `grad_partitions_flat_buffer`.)
         """
         return self.uses_deepspeed and self.shards_weights
-
-    @property
-    def gathers_own_gradients(self) -> bool:
-        """Whether a rank's part of the gradients has a buffer from the first of them on, as in ZeRO's stage 2.
-
-        (deepspeed/runtime/zero/stage_1_and_2.py: `grads_in_partition`.)
-        """
-        return self.uses_deepspeed and self.shards_gradients and not self.shards_weights
 
     @property
     def calls_whole_head(self) -> bool:

@@ -76,26 +76,17 @@ def check_settings(run: RunConfig) -> RunConfig:
     Raises:
         BadInputError: what is unknown, missing or malformed.
     """
-    check_folder(run)
-    check_results_folder(run)
-    check_gpus(run)
-    check_threads(run)
-    check_attention(run)
-    check_bitsandbytes(run)
-    check_compiler(run)
-    if run.goal.is_judged:
-        check_independent_judge(run)
-    check_trackers(run)
-    check_optimizer(run)
-    check_schedule_name(run)
+    for check in (
+        *(check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes),
+        *(check_compiler, *([check_independent_judge] if run.goal.is_judged else [])),
+        *(check_trackers, check_optimizer, check_schedule_name),
+    ):
+        check(run)
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
-    check_targets(run)
-    check_quantizable(run)
-    check_liger(run)
-    _check_parallelism(run)
-    check_weights(run)
+    for check in (check_targets, check_quantizable, check_liger, _check_parallelism, check_weights):
+        check(run)
     return run
 
 
@@ -160,10 +151,10 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    if not run.parallelism.part:
+    if run.parallelism.holds_parts and run.parallelism.part == type(run.parallelism).part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
-            "names no part; pass another --parallel."
+            "names no part of its own; pass another --parallel."
         )
     part_class(run).check(run)
 
@@ -178,8 +169,7 @@ def check_results_folder(run: RunConfig) -> None:
     folder = results.parent
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        tempfile.TemporaryFile(dir=there).close()
         check_free_for_run(results)
     except OSError as error:  # also of a name that is too long
         raise BadInputError(

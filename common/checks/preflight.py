@@ -17,8 +17,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -37,18 +37,18 @@ from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import run_of_folder
+from common.checks.folder_training import device_map_of_rank, tried_by_folder
 from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
 from common.checks.optimizers import check_schedule
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
-from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
 from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
+from common.models.freeing import free_model
 from common.models.loading import load_tokenizer, longest_readable
 from common.models.merging import reloaded_difference
-from common.models.placement import evaluation_of_rows, place_stages, with_rows_at_once
-from common.models.stages import StageMap
+from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
@@ -56,17 +56,11 @@ from common.planning.run_jobs import evaluation_of_run
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
+from common.runtime.recorder import Trial
 from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import save_and_free
-from common.training.loop import LoopTrainer
-from common.training.strategy import strategy_class
-from common.training.trainer import (
-    AuditedTrainer,
-    free_model,
-    trainer_of_rows,
-    training_arguments,
-)
+from common.training.loop import TrainingLoop
 
 STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
 
@@ -87,8 +81,8 @@ def device_of(run: RunConfig) -> Gpu | None:
 
 def place_and_plan(
     run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None
-) -> tuple[StageMap, Plan | None, str]:
-    """Return which stage holds which layers (with mp and pp), the plan, and why there is none, where it is None.
+) -> tuple[Placement, str]:
+    """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None.
 
     Raises:
         BadInputError: layers cannot be placed, for which the planner must know model, optimizer and device.
@@ -105,9 +99,8 @@ def place_and_plan(
     if run.parallelism.splits_layers:
         if no_plan:
             raise BadInputError(f"Layers are placed by their planned memory, but {no_plan}.")
-        placement = place_stages(run, batch, device, evaluation)
-        return placement.stage_map, placement.plan, ""
-    return {}, None if no_plan else plan_run(run, batch, device, evaluation), no_plan
+        return place_stages(run, batch, device, evaluation), ""
+    return Placement({}, (), None if no_plan else plan_run(run, batch, device, evaluation)), no_plan
 
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
@@ -120,21 +113,20 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
 # -- on the devices
 
 
-class RepeatedBatch(EpochBatches):
-    """The same batch again and again: the first `batch_size` rows, in order; each rank computes all of it."""
-
-    def steps(self) -> Iterator[list[int]]:
-        """Yield the rows of each optimizer step."""
-        for _ in range(len(self) // self.accumulation_steps):
-            yield list(range(self.batch_size)) * self.accumulation_steps
-
-
 @dataclass(eq=False)
 class StepClock(TrainerCallback):
-    """Notes when each optimizer step ended; `devices` (`cpu`, `cuda:0`) are waited for before the clock is read."""
+    """Notes when each optimizer step ended; `devices` (`cpu`, `cuda:0`) are waited for before the clock is read.
+
+    `begin` is called once everything is built, before the first step.
+    """
 
     devices: Sequence[str]
+    begin: Callable[[], object] = lambda: None
     ends_s: list[float] = field(default_factory=list)
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Tell of it."""
+        self.begin()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -229,9 +221,7 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     return f"{said}try --batch_size {fitting}{divided} --gradient_accumulation_steps {accumulated}"
 
 
-def measure(
-    run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None, rank: Rank, folder: Path
-) -> list[Measured]:
+def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder: Path) -> list[Measured]:
     """Build, train, validate, save and reload on this rank's devices; `folder` takes what is saved, of all ranks.
 
     Raises:
@@ -239,26 +229,31 @@ def measure(
         RuntimeError: what was saved is not what was trained.
     """
     elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
-    with phase("build model", rank, elsewhere):
-        trainer = trainer_of_longest_batch(run, rows, stage_map, rank, folder)
-        clock = StepClock(rank.devices)
-        trainer.add_callback(clock)
-    with phase(f"{STEPS} steps on the longest batch", rank, smaller_batch(run, len(rows.train), plan)):
-        trainer.train()
+    smaller = smaller_batch(run, len(rows.train), placement.plan)
+    with ExitStack() as begun:  # the folder's function builds and trains: the clock hears where the one ends
+
+        def begin_steps() -> None:
+            begun.close()
+            begun.enter_context(phase(f"{STEPS} steps on the longest batch", rank, smaller))
+
+        begun.enter_context(phase("build model", rank, elsewhere))
+        clock = StepClock(rank.devices, begin_steps)
+        tried = replace(run, max_steps=STEPS, report_to="none")
+        loop = tried_by_folder(Trial(tried, rank, folder, [clock]), rows, placement)
         training = [read_memory(device) for device in rank.devices]
     half = len(rows.validation) // 2 or 1
     fewer = f"validation and answers have batches of their own: pass --per_device_eval_batch_size {half}"
     with phase("validation of one batch", rank, fewer):
         start_s = time.perf_counter()
-        trainer.evaluate()  # ends with metrics on the host, so that the devices have finished
+        loop.validate()  # ends with metrics on the host, so that the devices have finished
         validation_time_s = time.perf_counter() - start_s
         validation = [read_memory(device) for device in rank.devices]
     with phase("save and reload", rank, elsewhere):
-        difference = save_and_reload(run, trainer, stage_map, rank, folder)
+        difference = save_and_reload(loop, placement, folder)
         merging = [read_memory(device) for device in rank.devices]
     with phase("answers to one batch", rank, fewer):
         start_s = time.perf_counter()
-        answer_one_batch(run, rows, stage_map, rank)
+        answer_one_batch(run, rows, placement, rank)
         answers_time_s = time.perf_counter() - start_s
         answers = [read_memory(device) for device in rank.devices]
     return [
@@ -277,36 +272,7 @@ def measure(
     ]
 
 
-def trainer_of_longest_batch(
-    run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path, steps: int = STEPS
-) -> AuditedTrainer:
-    """Return the run's own trainer, which takes `steps` optimizer steps, every micro-batch of them the longest batch.
-
-    `stage_map` says with mp and pp which stage, and so which device, holds which layers.
-    """
-    strategy = strategy_class(run)(run, rank)
-    model = strategy.load_model(stage_map)
-    trainer_class = LoopTrainer if strategy.takes_steps else None
-    arguments = training_arguments(replace(run, max_steps=steps, report_to="none"), folder)
-    arguments.per_device_train_batch_size = len(rows.train)
-    arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
-    arguments.load_best_model_at_end = False
-    # validation is divided among the ranks batch by batch: one for each
-    validation = rows.validation * run.data_parallel_ranks
-    trainer = trainer_of_rows(
-        run, rank, model, load_tokenizer(run), rows.train, validation, arguments, [], strategy, trainer_class
-    )
-    lengths = [1] * (len(rows.train) * run.gradient_accumulation_steps * steps)
-    trainer.batches = RepeatedBatch(lengths, len(rows.train), 1, 0, run.seed, run.gradient_accumulation_steps)
-    return trainer
-
-
-def device_map_of_rank(stage_map: StageMap, rank: Rank) -> dict[str, str | int] | None:
-    """Return where a model that answers loads with mp on GPUs, divided as the stages are; else None."""
-    return stage_map if len(rank.devices) > 1 else None
-
-
-def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
+def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> float:
     """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
 
     On the first rank that knows the trained model's, or on all that share one. The trained model is freed, so that a
@@ -315,20 +281,21 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    batch, expected, compares = save_and_free(trainer, folder)
+    run, rank = loop.run, loop.rank
+    batch, expected, compares = save_and_free(loop, folder)
     if not (compares or answering_stages(run) > 1):
         return 0.0
-    load = partial(load_answering, run, rank, device_map=device_map_of_rank(stage_map, rank))
-    return reloaded_difference(answering_run(run), folder, load, batch, expected, trainer.memory) or 0.0
+    load = partial(load_answering, run, rank, device_map=device_map_of_rank(placement, rank))
+    return reloaded_difference(answering_run(run), folder, load, batch, expected, loop.log.memory) or 0.0
 
 
 @torch.no_grad()
-def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank) -> None:
+def answer_one_batch(run: RunConfig, rows: Rows, placement: Placement, rank: Rank) -> None:
     """Answer (summarize, label) as many of the longest rows as the run does at once, with the base as it loads it.
 
     The base and the independent judge compare the answers, as they do before training.
     """
-    model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(stage_map, rank)), load_tokenizer(run)
+    model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(placement, rank)), load_tokenizer(run)
     answered = list(islice(cycle(rows.validation), answered_at_once(run, rows, answering_stages(run))))
     readable = longest_readable(model.config)
     room = max(1, readable - run.max_new_tokens) if readable and run.goal.chats else None
@@ -357,11 +324,11 @@ def answered_at_once(run: RunConfig, rows: Rows, stages: int) -> int:
     return evaluation_of_run(run, batch_of(run, rows)).answered(stages, run.world_size // stages)
 
 
-def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
+def measure_all(run: RunConfig, rows: Rows, placement: Placement) -> list[Measured]:
     """Return on every rank what `measure` found on the devices of all ranks, in their order."""
     with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as own_folder:
         folder = Path(gather_object([own_folder])[0])  # stages save parts of one model
-        return gather_object(measure(run, rows, stage_map, plan, rank, folder))
+        return gather_object(measure(run, rows, placement, rank, folder))
 
 
 # -- the answer
@@ -540,7 +507,8 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
             rows = rows_of_length(run, options.seq_len)
             check_schedule(run, total_steps(run, rows.count) or LARGEST)
     evaluation = evaluation_of_rows(run, rows.validation)
-    stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
+    placement, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
+    plan = placement.plan
     run = with_rows_at_once(run, plan)
     rows = replace(rows, validation=rows.validation[: run.per_device_eval_batch_size])
     if not is_rank:
@@ -552,7 +520,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
         if run.world_size > 1:  # in this process's place
             command = ranks_command(run, "-m", ["common.preflight", *arguments])
             os.execv(command[0], command)
-    measured = measure_all(run, rows, stage_map, plan)
+    measured = measure_all(run, rows, placement)
     if is_main_process():
         print(report(run, rows, plan, measured))
         if options.json:

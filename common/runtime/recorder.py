@@ -74,12 +74,11 @@ class RunRecorder:
         command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
-        repeats: Whether the same batch, all rows on every rank, is trained on again and again, as in a `Trial`.
+        repeats: Whether every batch has all rows, in order, as in a `Trial` of the longest ones.
         callbacks: Of Transformers' kind, which are told of the training beside its own.
     """
 
-    keeps = True
-    repeats = False
+    keeps, repeats = True, False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Take the results folder; where the run resumes, with what the last start left there."""
@@ -208,15 +207,12 @@ class RunRecorder:
             write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             where = self.folder.relative_to(self.folder.parents[1])
-            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", *self._next_command(), sep="\n")
+            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
+            if self.run.goal.chats:
+                place = self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder
+                print(f"talk to it: python -m common.chat {shlex.quote(str(place))}")
         self.stop()
         return record
-
-    def _next_command(self) -> list[str]:
-        """Return a line with the command that talks to the tuned model, of a run whose model chats."""
-        is_inside = self.folder.is_relative_to(REPOSITORY)
-        place = self.folder.relative_to(REPOSITORY) if is_inside else self.folder
-        return [f"talk to it: python -m common.chat {shlex.quote(str(place))}"] if self.run.goal.chats else []
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {
@@ -240,6 +236,20 @@ class RunRecorder:
         }
 
 
+class Uncounted:
+    """Stands in for `PeakMemory` where peaks are read by who tries the steps."""
+
+    current = ""
+
+    def phase(self, phase: str) -> AbstractContextManager[None]:
+        """Return a context that leaves the peaks as they are."""
+        return nullcontext()
+
+    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> AbstractContextManager[None]:
+        """Return a context that counts nothing."""
+        return nullcontext()
+
+
 class Trial:
     """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept."""
 
@@ -250,15 +260,15 @@ class Trial:
     def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
         """Try `run` on this rank; `folder` is for what a library must write."""
         self.run, self.rank, self.folder, self.callbacks = run, rank, folder, list(callbacks)
-        self.memory = PeakMemory(rank)
+        self.memory = Uncounted()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times and says nothing."""
         return nullcontext()
 
     def gpu(self) -> devices.Gpu | None:
-        """Return nothing to plan with."""
-        return None
+        """Return what layers are placed for: the GPU, where the catalogue has it, or the CPU."""
+        return devices.gpu_here() if self.run.device == "cuda" else devices.cpu_device()
 
 
 PHASE_OF = {

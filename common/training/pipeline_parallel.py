@@ -30,6 +30,7 @@ class Stage(Part):
         self.pipeline = module
         super().__init__(module.module.model, run, rank)
         self.measures_usage = False
+        self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod
     def check(cls, run: RunConfig) -> None:

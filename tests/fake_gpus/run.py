@@ -74,23 +74,23 @@ class WaitsByStep(TrainerCallback):
 
 
 def count_waits() -> None:
-    """Have every trainer write down what each of its steps waited for."""
-    from common.training.trainer import AuditedTrainer
+    """Have every loop write down what each of its steps waited for."""
+    from common.training.loop import TrainingLoop
 
-    made, reporting = AuditedTrainer.__init__, AuditedTrainer.reporting
+    made, reporting = TrainingLoop.__init__, TrainingLoop._reporting
 
-    def with_counts(self: AuditedTrainer, **settings: Any) -> None:
-        made(self, **settings)
+    def with_counts(self: TrainingLoop, *given: Any, **settings: Any) -> None:
+        made(self, *given, **settings)
         self.add_callback(WaitsByStep())
 
     @contextmanager
-    def without_counts(self: AuditedTrainer) -> Iterator[None]:
+    def without_counts(self: TrainingLoop) -> Iterator[None]:
         waits.counts = False
         with reporting(self):
             yield
         waits.counts = True
 
-    AuditedTrainer.__init__, AuditedTrainer.reporting = with_counts, without_counts
+    TrainingLoop.__init__, TrainingLoop._reporting = with_counts, without_counts
 
 
 def send_by_gloo() -> None:

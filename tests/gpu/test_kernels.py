@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import trl.trainer.utils
-from common.training.strategy import Strategy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 from trl.kernels import chunked_logprob
@@ -21,6 +20,7 @@ from common.models.separate_rows import attend_within_rows
 from common.models.trained_weights import add_lora
 from common.runtime.world import Rank
 from common.tasks.preferences import answer_log_probs, pair_results, prepare_for_pairs
+from common.training.part import Part
 
 TECHNIQUES = pytest.mark.parametrize("technique", ["full", "lora"])
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -84,7 +84,7 @@ def check_near(found: Found, plain: Found, exact: Found, precision: str) -> None
 def liger(rehearses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Liger's kernels; in a rehearsal Transformers' own loss, as Triton's interpreter does not take them."""
     if rehearses:
-        monkeypatch.setattr("common.training.strategy.apply_liger_kernel", lambda *_: None)
+        monkeypatch.setattr("common.training.part.apply_liger_kernel", lambda *_: None)
     else:
         pytest.importorskip("liger_kernel", reason="needs Liger's kernels: pip install liger-kernel")
     for name, value in list(vars(modeling_llama).items()):  # Liger replaces some for good
@@ -93,13 +93,12 @@ def liger(rehearses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained_on(batch: dict[str, torch.Tensor], model: torch.nn.Module, device: str, **settings: Any) -> Found:
     """The loss of a step as a run on a GPU computes it."""
-    strategy = Strategy(RunConfig(device="cuda", target_modules="all-linear", **settings), Rank(0, 1, device, "python"))
-    strategy.attach(model)
+    run = RunConfig(device="cuda", target_modules="all-linear", **settings)
+    part = Part(model, run, Rank(0, 1, device, "python"))
     ids, answers = batch["input_ids"].cpu(), batch["completion_mask"].cpu()
     labels = ids.masked_fill(answers == 0, IGNORED_LABEL)
-    inputs = strategy.inputs_for_loss({"input_ids": ids, "attention_mask": batch["attention_mask"].cpu(),
-                                       "labels": labels})  # fmt: skip
-    return with_gradients(model, strategy.loss(inputs, int(answers[:, 1:].sum())))
+    rows = {"input_ids": ids, "attention_mask": batch["attention_mask"].cpu(), "labels": labels}
+    return with_gradients(model, part.loss(part.inputs_for_loss(rows), int(answers[:, 1:].sum())))
 
 
 def two_copies(model: torch.nn.Module, precision: str) -> list[torch.nn.Module]:

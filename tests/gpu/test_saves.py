@@ -11,7 +11,7 @@ from common.training.saves import MEANWHILE
 from tests.gpu.conftest import folder_with, losses_of
 from tests.recipes.folders import FULL
 
-AS_IF_LARGE = "import common.training.trainer; common.training.trainer.LITTLE_BYTES = 0"
+AS_IF_LARGE = "import common.training.saver; common.training.saver.LITTLE_BYTES = 0"
 """What has a workflow write its checkpoints in the background however small they are."""
 
 

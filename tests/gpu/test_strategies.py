@@ -1,22 +1,24 @@
-"""2.6's strategies on one GPU: a world of one rank, whose collectives are NCCL's."""
+"""2.6's parallelisms on one GPU: a world of one rank, whose collectives are NCCL's."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from common.training.strategy import Strategy
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.run_config import RunConfig
 from common.models.divided import mesh_of
-from common.models.shards import local_part
+from common.models.shards import host_copy, local_part
 from common.runtime.world import BACKENDS, Rank
 from common.training.checkpoints import UnfinishedCheckpoint
-from common.training.ddp import Ddp
-from common.training.fsdp import Fsdp, shard
+from common.training.fsdp import shard
+from common.training.part import Part, part_class
 
 STEPS = 4
 
@@ -37,25 +39,25 @@ def llama(device: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(device).train()
 
 
-def prepared(strategy: Strategy, model: torch.nn.Module) -> Strategy:
-    """Train `model` by the strategy, as a run does; `Fsdp.prepare` alone would want the shards of two ranks."""
-    if isinstance(strategy, Fsdp):
-        mesh = mesh_of(strategy.rank, strategy.run)
-        strategy.shard_group, model = mesh["shard"].get_group(), shard(model, strategy.run, mesh)
-    strategy.attach(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    (Strategy if isinstance(strategy, Fsdp) else type(strategy)).prepare(strategy, optimizer, None)
-    return strategy
+def part_of(run: RunConfig, rank: Rank, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> Part:
+    """What the only rank holds of `model`, of which `Shards` alone would want half."""
+    monkeypatch.setattr("common.training.fsdp.check_fully_sharded", lambda *_: None)
+    sharded = run.parallelism.uses_fsdp
+    module = shard(model, run, mesh_of(rank, run)) if sharded else DistributedDataParallel(model)
+    part = part_class(run)(module, run, rank)
+    part.optimizer = torch.optim.AdamW(part.model.parameters(), lr=0.01)
+    return part
 
 
-def stepped(strategy: Strategy, steps: int = STEPS) -> list[float]:
+def stepped(part: Part, steps: int = STEPS) -> list[float]:
     """Take steps of the same rows; return their losses."""
     ids, losses = torch.arange(2, 42).view(4, 10), []
     for _ in range(steps):
-        batch = strategy.inputs_for_loss({"input_ids": ids, "labels": ids})
-        losses.append(float(strategy.backward(batch, 36, is_last=True)))
-        strategy.finish_gradients()
-        strategy.update()
+        loss = part.loss(part.inputs_for_loss({"input_ids": ids, "labels": ids}), 36)
+        loss.backward()
+        losses.append(loss.item())
+        part.clip_gradients(part.run.max_grad_norm)
+        part.step()
     return losses
 
 
@@ -63,13 +65,13 @@ def run_of(**settings: str | int) -> RunConfig:
     return RunConfig(technique="full", device="cuda", max_grad_norm=1.0, **settings)
 
 
-@pytest.mark.parametrize("make", [Ddp, Fsdp])
-def test_a_strategy_of_mixed_precision_computes_in_bf16_the_losses_of_fp32(
-    rank: Rank, llama: LlamaForCausalLM, make: type[Strategy]
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_mixed_precision_computes_in_bf16_the_losses_of_fp32(
+    rank: Rank, llama: LlamaForCausalLM, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_fp32 = prepared(Strategy(run_of(precision="fp32"), rank), deepcopy(llama))
-    run = run_of(precision="bf16-mixed", parallel="ddp" if make is Ddp else "fsdp", devices=2)
-    mixed, formats = prepared(make(run, rank), llama), set()
+    in_fp32 = part_of(run_of(precision="fp32"), rank, deepcopy(llama), monkeypatch)
+    run = run_of(precision="bf16-mixed", parallel=parallel, devices=2)
+    mixed, formats = part_of(run, rank, llama, monkeypatch), set()
     for name, module in mixed.model.named_modules():
         if name.endswith("_proj"):
             module.register_forward_hook(lambda _, __, output: formats.add(output.dtype))
@@ -80,23 +82,24 @@ def test_a_strategy_of_mixed_precision_computes_in_bf16_the_losses_of_fp32(
     assert exact[0] > 1.1 * exact[-1]
 
 
-def held(strategy: Strategy) -> list[torch.Tensor]:
+def held(part: Part) -> list[torch.Tensor]:
     """Copies of weights and optimizer states."""
-    states = [value for state in strategy.optimizer.state.values() for value in state.values()]
-    return [local_part(each).detach().cpu().clone() for each in (*strategy.model.parameters(), *states)]
+    states = [value for state in part.optimizer.state.values() for value in state.values()]
+    return [local_part(each).detach().cpu().clone() for each in (*part.model.parameters(), *states)]
 
 
 def test_shards_are_written_from_their_copy_while_steps_are_taken(
-    rank: Rank, llama: LlamaForCausalLM, tmp_path: Path
+    rank: Rank, llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strategy = prepared(Fsdp(run_of(precision="bf16-mixed", parallel="fsdp", devices=2), rank), llama)
-    stepped(strategy)
-    then, folder = held(strategy), tmp_path / "checkpoint-4"
-    unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=True)
-    with unfinished.being_written() as partial:
-        unfinished.background = strategy.write_in_background(partial, strategy.copied(is_full=True))
-    stepped(strategy)
-    assert not any(map(torch.equal, held(strategy), then))
+    part = part_of(run_of(precision="bf16-mixed", parallel="fsdp", devices=2), rank, llama, monkeypatch)
+    stepped(part)
+    then, folder = held(part), tmp_path / "checkpoint-4"
+    unfinished, group = UnfinishedCheckpoint(folder, {}, 0, commits=True), dist.new_group(backend=BACKENDS["cpu"])
+    with unfinished.being_written() as aside, ThreadPoolExecutor(1) as thread:
+        write = partial(part.write, aside, host_copy(part.state(is_full=True)), group)
+        unfinished.written = thread.submit(unfinished.hashed, write)
+        stepped(part)
+    assert not any(map(torch.equal, held(part), then))
     unfinished.commit()
-    strategy.load(folder)
-    assert all(map(torch.equal, held(strategy), then))
+    part.load(folder, is_full=True)
+    assert all(map(torch.equal, held(part), then))

@@ -8,7 +8,7 @@ import pytest
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.records.store import Record, kept_records
+from common.records.store import Record
 from common.reporting import pictures, summarization
 from common.reporting.compare import Comparison, json_of, labels_of, text_of
 from common.reporting.page_runs import values_of
@@ -22,11 +22,6 @@ QUALITY = ("lora", "ddp", "full", "mp", "pp", "sharding", "qlora")
 SHOWING = (*(f"{name}-quality" for name in QUALITY), "master", "summarization-loops", "summarization-front",
            "pictures-settings", "pictures-kinds", "pictures-front")  # fmt: skip
 NO_FIGURE = {"-", "before: score -, by MiniLM -, facts said -", "before: ROUGE-L -, to the letter -"}
-
-
-@pytest.fixture(scope="module")
-def records() -> list[Record]:
-    return kept_records()
 
 
 def without_baseline(record: Record) -> Record:

@@ -6,9 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from bench import levers
-from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, steps_of
+from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, take_steps, trial_started
 from bench.levers import attend_in_a_batch, pulled
 from common.hardware.devices import find_gpu
 from common.models import chunked_loss
@@ -22,11 +23,20 @@ FEW_LOGITS, CHUNKS = 20_000, 2 * STEPS
 def update_by(*pulled_levers: str) -> torch.Tensor:
     """Return by how much some steps change all trained weights."""
     trial = Trial("full", "", {"precision": "fp32", "optim": "adamw_8bit"}, pulled_levers)
-    with pulled(trial.levers), steps_of(trial.run(REHEARSED_SCALE), REHEARSED_SCALE.length) as (trainer, _):
-        trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-        before = torch.cat([weight.detach().flatten() for weight in trained])
-        trainer.train()
-        return torch.cat([weight.detach().flatten() for weight in trained]) - before
+    with pulled(trial.levers), trial_started(trial.run(REHEARSED_SCALE)) as log:
+        begin = StartWeights()
+        return trained_weights(take_steps(log, begin).model) - begin.weights
+
+
+def trained_weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters() if weight.requires_grad])
+
+
+class StartWeights(TrainerCallback):
+    """Copies the weights before they are trained."""
+
+    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        self.weights = trained_weights(model)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism
 from common.checks import preflight, tried_rows
 from common.checks.dry_run import report
+from common.checks.folder_runs import run_of_folder
+from common.checks.folder_training import device_map_of_rank, folder_for, tried_by_folder, workflow_of
 from common.checks.inputs import check_settings
 from common.checks.preflight import Measured, main, measure_all
 from common.checks.tried_rows import Rows
@@ -28,9 +30,11 @@ from common.data.rows import tokens_in
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import cpu_device
 from common.models.loading import load_base_model, load_tokenizer
+from common.models.placement import Placement
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
+from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 from tests.forked import run_forked
 
@@ -42,6 +46,7 @@ PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
 CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
 SUMMARIZATION = "3.2_summarization/run_0_cpu_x2"
 PREFERENCES = "3.4_preference_tuning/run_0_cpu_x1"
+UNPLACED = Placement({}, ())
 MEASURED = Measured(0, "cpu", 0.5, 0.6, 0.6, 0.6, 20.0, 0.25, 0.1, 0.1, 0.0)
 
 
@@ -311,8 +316,8 @@ def test_what_is_registered_later_passes(run: RunConfig, monkeypatch: pytest.Mon
     register(monkeypatch, splits_rows=True)
     asked = check_settings(run.changed_to(**OF_THEM))
     rows = tried_rows.rows_of_run(asked)
-    _, plan, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
-    assert "with mine on 2 x cpu: 16 rows" in preflight.announcement(asked, rows, plan, no_plan)
+    placement, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
+    assert "with mine on 2 x cpu: 16 rows" in preflight.announcement(asked, rows, placement.plan, no_plan)
     assert "16 rows of 39 tokens" in report(asked, *tried_rows.batch_of_run(asked))
 
 
@@ -323,10 +328,10 @@ def test_what_is_registered_later_passes(run: RunConfig, monkeypatch: pytest.Mon
             {"splits_rows": True, "shards": frozenset({"weights"}), "sharded_by": "Megatron"},
             "mine, which can be planned, but not trained with",
         ),
-        ({"splits_matrices": True}, "names no strategy"),
+        ({"splits_matrices": True}, "names no part"),
     ],
 )
-def test_what_is_registered_later_without_a_strategy_is_refused(
+def test_what_is_registered_later_without_a_part_of_its_own_is_refused(
     way: dict[str, object], said: str, run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(monkeypatch, **way)
@@ -401,8 +406,8 @@ def test_the_gpu_at_hand_is_planned_for_before_the_folders(run: RunConfig, monke
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA Unheard Of"]))
     assert preflight.device_of(on_gpu).name == "RTX A6000 48GB"
     assert preflight.device_of(replace(on_gpu, gpu="")) is None
-    stage_map, plan, no_plan = preflight.place_and_plan(replace(on_gpu, gpu=""), batch_of_tokens(run, 64))
-    assert (stage_map, plan) == ({}, None)
+    placement, no_plan = preflight.place_and_plan(replace(on_gpu, gpu=""), batch_of_tokens(run, 64))
+    assert placement == UNPLACED
     assert "NVIDIA Unheard Of" in no_plan
 
 
@@ -419,8 +424,9 @@ def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
 def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run: RunConfig) -> None:
     stage_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     divided = Rank(0, 1, "cuda:0", "python", ("cuda:1",))
-    assert preflight.device_map_of_rank(stage_map, divided) == stage_map
-    assert preflight.device_map_of_rank(stage_map, Rank(1, 2, "cuda:1", "torchrun")) is None
+    placement = Placement(stage_map, (1, 1))
+    assert device_map_of_rank(placement, divided) == stage_map
+    assert device_map_of_rank(placement, Rank(1, 2, "cuda:1", "torchrun")) is None
 
 
 # -- on the device, in this process
@@ -433,11 +439,10 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     asked = replace(run, per_device_train_batch_size=4, per_device_eval_batch_size=4, gradient_accumulation_steps=2)
     rows = tried_rows.rows_of_run(asked)
     with rank_started(asked) as rank:
-        trainer = preflight.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
-        trainer.train()
-        assert trainer.state.global_step == preflight.STEPS
-        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
-        assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
+        loop = tried_by_folder(Trial(replace(asked, max_steps=preflight.STEPS), rank, tmp_path), rows)
+        assert loop.state.global_step == preflight.STEPS
+        assert loop.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
+        assert any(weight.any() for name, weight in loop.model.named_parameters() if "lora_B" in name)
         load = preflight.load_answering
 
         def load_another(run: RunConfig, rank: Rank, **about: object) -> torch.nn.Module:
@@ -445,7 +450,31 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
 
         monkeypatch.setattr(preflight, "load_answering", load_another)
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
-            preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
+            preflight.save_and_reload(loop, UNPLACED, tmp_path)
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(("parallel", "own"), [("fsdp", "fsdp"), ("ddp", "ddp"), ("zero3", "zero")])
+def test_what_is_measured_is_the_folders_own_loop(
+    parallel: str, own: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 2.6, which has three; any other path would train."""
+    asked = run_of_folder(Path(FSDP), ["--parallel", parallel])
+    for loop in ("fsdp", "ddp", "zero"):
+        monkeypatch.setattr(workflow_of(asked), f"train_with_{loop}", mock.Mock(side_effect=InterruptedError(loop)))
+    rows = tried_rows.rows_of_length(asked, 16)
+    with pytest.raises(InterruptedError, match=own):
+        preflight.measure(asked, rows, UNPLACED, Rank(0, 2, "cpu", "torchrun"), tmp_path)
+
+
+def test_a_run_without_a_folder_is_trained_by_the_folder_of_its_kind() -> None:
+    two = {"parallel": "ddp", "devices": 2}
+    kinds = {DDP: two, FULL: {"technique": "full"}, FSDP: {"technique": "full", **two}}
+    assert {folder: folder_for(RunConfig(**kind)) for folder, kind in kinds.items()} == {
+        folder: REPOSITORY / folder for folder in kinds
+    }
+    with pytest.raises(BadInputError, match="No run folder trains lora with mp"):
+        folder_for(RunConfig(parallel="mp", stages=2))
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -462,19 +491,20 @@ def test_as_many_rows_are_answered_and_judged_as_in_the_largest_batch_of_the_run
     monkeypatch.setattr(preflight, "independent_judges", lambda *_: [minilm])
     monkeypatch.setattr(preflight, "load_answering", lambda *_, **about: load_base_model(run, {"": "cpu"}))
     monkeypatch.setattr(preflight.Judge, "judge", lambda judge, texts, numbers: judged.update(base=len(numbers)))
-    preflight.answer_one_batch(asked, rows, {}, Rank(0, 2, "cpu", "torchrun"))
+    preflight.answer_one_batch(asked, rows, UNPLACED, Rank(0, 2, "cpu", "torchrun"))
     assert judged == {"base": by_base, "minilm": by_minilm}
 
 
 @pytest.mark.usefixtures("own_environment")
 def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunConfig, unknown_model: str) -> None:
     small = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-    asked = replace(run, technique="full", model=unknown_model, **small)
+    asked = replace(run, technique="full", run_folder="", model=unknown_model, **small)
     rows = tried_rows.rows_of_length(asked, 16)
-    stage_map, plan, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
-    assert (stage_map, plan) == ({}, None)
-    assert "gpt_neox" in preflight.announcement(asked, rows, plan, no_plan)
-    assert lacking(preflight.report(asked, rows, None, measure_all(asked, rows, {}, None)), "no plan", "passed: ") == []
+    placement, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
+    assert placement == UNPLACED
+    assert "gpt_neox" in preflight.announcement(asked, rows, None, no_plan)
+    said = preflight.report(asked, rows, None, measure_all(asked, rows, placement))
+    assert lacking(said, "no plan", "passed: ") == []
 
 
 @pytest.mark.parametrize(("number", "out"), [(0, "steps ...\n"), (1, "")])
@@ -555,7 +585,8 @@ def test_what_was_measured_is_kept_as_data(
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
-    stage_map, plan, _ = preflight.place_and_plan(asked, batch_of_tokens(asked, 64))
+    placement, _ = preflight.place_and_plan(asked, batch_of_tokens(asked, 64))
+    stage_map, plan = placement.stage_map, placement.plan
     planned = [memory.allocated_gib for memory in plan.devices]
     measured = [
         replace(MEASURED, device=f"cuda:{number}", peak_gib=times * planned[number])
