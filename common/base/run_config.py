@@ -423,16 +423,6 @@ def _about_task(run: RunConfig) -> tuple[Rule, ...]:
             f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{where}.",
         ),
         (
-            goal.compares and run.method.has_adapters and "lm_head" in run.target_names,
-            f"target_modules is {run.target_modules}, but log-probabilities are found by the head's own weights, "
-            "without its adapter: leave lm_head out.",
-        ),
-        (
-            goal.compares and run.method.has_adapters and run.lora_dropout,
-            f"lora_dropout is {run.lora_dropout}, but DPO takes its steps without dropout, so that model and reference "
-            "are alike at first: pass --lora_dropout 0.",
-        ),
-        (
             run.loop != "trainer" and run.precision not in ("fp32", "bf16-mixed"),
             f"precision is {run.precision}, which the plain loops do not scale losses for or keep weights in: "
             "pass --precision fp32 or bf16-mixed.",
