@@ -17,6 +17,7 @@ from trl import DPOConfig, DPOTrainer
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.checks.inputs import check_settings
 from common.data.rows import Row, Splits, Tokens
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
@@ -167,8 +168,6 @@ def test_loss_and_gradients_of_a_step_are_trls(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_modules": "q_proj,lm_head"},
-        {"lora_dropout": 0.1},
         {"beta": 0.0},
         {"beta": -0.1},
         {"task": "chat", "beta": 0.2},
@@ -184,6 +183,13 @@ def test_loss_and_gradients_of_a_step_are_trls(
 def test_settings_that_mean_nothing_for_pairs_or_for_others_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInputError):
         run_of(**{"technique": "lora", **settings})
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": "q_proj,lm_head"}, {"lora_dropout": 0.1}])
+def test_what_the_loss_of_pairs_cannot_have_is_refused_before_a_model_loads(settings: dict[str, Any]) -> None:
+    check_settings(run_of(technique="lora"))
+    with pytest.raises(BadInputError, match="lm_head out|lora_dropout 0"):
+        check_settings(run_of(**{"technique": "lora", **settings}))
 
 
 # -- a run that goes on
