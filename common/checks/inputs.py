@@ -76,17 +76,27 @@ def check_settings(run: RunConfig) -> RunConfig:
     Raises:
         BadInputError: what is unknown, missing or malformed.
     """
-    for check in (
-        *(check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes),
-        *(check_compiler, *([check_independent_judge] if run.goal.is_judged else [])),
-        *(check_trackers, check_optimizer, check_schedule_name),
-    ):
-        check(run)
+    check_folder(run)
+    check_results_folder(run)
+    check_gpus(run)
+    check_threads(run)
+    check_attention(run)
+    check_bitsandbytes(run)
+    check_compiler(run)
+    if run.goal.is_judged:
+        check_independent_judge(run)
+    check_trackers(run)
+    check_optimizer(run)
+    check_schedule_name(run)
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
-    for check in (check_targets, check_quantizable, check_liger, _check_parallelism, check_weights):
-        check(run)
+    check_targets(run)
+    check_quantizable(run)
+    check_liger(run)
+    _check_parallelism(run)
+    _check_pairs(run)
+    check_weights(run)
     return run
 
 
