@@ -49,30 +49,32 @@ Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
 
 
-# -- parts of a record
+class Environment(TypedDict):
+    """Where a run was."""
 
-Environment = TypedDict(
-    "Environment",
-    {
-        "packages": dict[Text, Text | None],
-        "devices": list[Text],
-        "threads_per_rank": Some | None,
-        "commit": Text | None,
-    },
-)
+    packages: dict[Text, Text | None]
+    devices: list[Text]
+    threads_per_rank: Some | None
+    commit: Text | None
+
+
 Share = TypedDict("Share", {"device": Text, "samples": Count, "tokens": Count})
 
-Memory = TypedDict(  # of a device
-    "Memory",
-    {
-        "rank": Count,
-        "device": Text,
-        **dict.fromkeys(("planned_gib", "peak_allocated_gib"), Amount | None),
-        "peak_training_gib": NotRequired[Positive | None],
-        **dict.fromkeys(("peak_rss_gib", "total_gib"), Amount),
-        **dict.fromkeys(("planned_gib_by_phase", "peak_gib_by_phase"), NotRequired[dict[Text, Amount]]),
-    },
-)
+
+class Memory(TypedDict):
+    """The memory of a device, in GiB."""
+
+    rank: Count
+    device: Text
+    planned_gib: Amount | None
+    peak_training_gib: NotRequired[Positive | None]
+    peak_allocated_gib: Amount | None
+    peak_rss_gib: Amount
+    total_gib: Amount
+    planned_gib_by_phase: NotRequired[dict[Text, Amount]]
+    peak_gib_by_phase: NotRequired[dict[Text, Amount]]
+
+
 Batch = TypedDict("Batch", {"rows": Some, "labelled": Count})
 Planned = TypedDict("Planned", {"batch": Batch, "sent_bytes": NotRequired[Amount]})
 Rows = TypedDict("Rows", {"training_rows": Count, "training_tokens": Count})
@@ -99,33 +101,46 @@ Scores = TypedDict(
 """How good a model is; None where nobody judged, or the data name no facts."""
 
 
-Quality = TypedDict(
-    "Quality", {"after": Scores, **dict.fromkeys(("before", "after_original_base"), NotRequired[Scores | None])}
-)
-Ceiling = TypedDict(  # the highest speed-up to expect of a machine
-    "Ceiling",
-    {
-        **dict.fromkeys(("strong", "weak"), Positive),
-        **dict.fromkeys(
-            ("one_rank_global_batch_step_s", "one_rank_share_step_s", "all_ranks_share_step_s"),
-            Amount,
-        ),
-        "reached": NotRequired[Amount | None],
-    },
-)
-Held = TypedDict("Held", {"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
+class Quality(TypedDict):
+    """How good the model was before and after training."""
+
+    before: NotRequired[Scores | None]
+    after: Scores
+    after_original_base: NotRequired[Scores | None]
+
+
+class Ceiling(TypedDict):
+    """The highest speed-up to expect of a machine."""
+
+    strong: Positive
+    weak: Positive
+    one_rank_global_batch_step_s: Amount
+    one_rank_share_step_s: Amount
+    all_ranks_share_step_s: Amount
+    reached: NotRequired[Amount | None]
+
+
+class Held(TypedDict):
+    """Bytes between two passes."""
+
+    weights_bytes: Some
+    gradients_bytes: Count
+    optimizer_bytes: Count
+
+
 HeldByRanks = TypedDict("HeldByRanks", {"per_rank": Annotated[list[Held], Field(min_length=1)], "whole": Held})
 Sent = TypedDict("Sent", {"bytes": Amount, "by_collective": dict[Text, Amount]})
 
-Quantization = TypedDict(
-    "Quantization",
-    {
-        "bits_per_quantized_weight": Amount,
-        "weights_gib": Positive,
-        "unquantized_gib": Amount,
-        "quantized_share": Figure,
-    },
-)
+
+class Quantization(TypedDict):
+    """How a base is stored in few bits."""
+
+    bits_per_quantized_weight: Amount
+    weights_gib: Positive
+    unquantized_gib: Amount
+    quantized_share: Figure
+
+
 Stage = TypedDict("Stage", {"idle_share": Figure})
 SCHEDULES = ("naive", "gpipe", "1f1b")
 ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(SCHEDULES, list[Figure]))
