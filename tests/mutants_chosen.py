@@ -735,9 +735,9 @@ PLANS = (
 REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
-        "common/reporting/tables.py",
-        '        "Rows per step": row["Batch size"],\n',
-        '        "Rows per step": "8 x2",\n',
+        "common/reporting/chats.py",
+        '            BATCH.titled("Rows per step"),\n',
+        '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(
@@ -750,14 +750,14 @@ REPORTS = (
     Fault(
         "a README that is out of date passes",
         "common/report.py",
-        "    return int(bool(stale) and not write)\n",
+        "    return int(not write and (bool(stale) or not all_are_read))\n",
         "    return 0\n",
         _unit("report", "tables_check_exits_with_1_when_a_readme_is_out_of_date"),
     ),
     Fault(
         "runs of different work are compared",
         "common/reporting/rows.py",
-        "if workload(candidate, same) == workload(record, same) and",
+        "if workload(candidate, same) == shared and",
         'if candidate["effective_batch_size"] == record["effective_batch_size"] and',
         _unit("report", "runs_of_other_work_or_machines_are_not_compared"),
     ),

@@ -18,9 +18,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
+from common.reporting.columns import NO_BASELINE, OFF
 from common.reporting.rows import (
-    NO_BASELINE,
-    OFF,
     Metric,
     called,
     clock,

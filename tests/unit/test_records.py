@@ -72,7 +72,9 @@ MALFORMED: dict[str, Made] = {
     "an absolute folder": changed(run_folder="/tmp"),
     "no quality": changed(quality={}),
     "losses that are texts": changed(training_losses=[["1", "2"]]),
-    "a setting that no run has": lambda file: file.write_text(LORA.read_text().replace('"data": "', '"data": "\\u0000')),
+    "a setting that no run has": lambda file: file.write_text(
+        LORA.read_text().replace('"data": "', '"data": "\\u0000')
+    ),
 }
 
 

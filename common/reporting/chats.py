@@ -1,0 +1,388 @@
+"""The tables of chats: the README's, LoRA's (2.1), DDP's (2.2), those of docs/results.md, and runs side by side."""
+
+import io
+import json
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+import pandas as pd
+
+from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.checks import planner_command
+from common.records.store import Record
+from common.reporting.columns import (
+    APPROACH,
+    BATCH,
+    CEILING,
+    COMMAND,
+    CUDA,
+    DEVICES,
+    EFFECTIVE_BATCH,
+    EPOCHS,
+    FACTS,
+    FACTS_BEFORE,
+    FIGURES,
+    IDLE,
+    LEARNING_RATE,
+    LOSS,
+    MACHINE,
+    MINILM,
+    MINILM_BEFORE,
+    MODEL,
+    OFF,
+    PEAK,
+    PLANNED,
+    REPORTING,
+    SCORE,
+    SCORE_BEFORE,
+    SCORE_TUNED,
+    SEED,
+    SHORT_DEVICES,
+    SHUFFLED,
+    SHUFFLED_MINILM,
+    SPEEDUP,
+    STEPS,
+    TIME,
+    TOKENS_PER_S,
+    VRAM,
+    Column,
+    Table,
+    rows_with_accumulation,
+)
+from common.reporting.rows import (
+    FULL_DDP,
+    FULL_FSDP,
+    FULL_ZERO3,
+    LORA,
+    LORA_DDP,
+    NOT_RUN,
+    STRONG,
+    WEAK,
+    Row,
+    beside_one_device,
+    clock,
+    completed,
+    copies_of,
+    data_parallel_ranks,
+    kind_name,
+    kind_of,
+    published,
+    step_s,
+    waiting,
+)
+
+TWO_CARDS_QUESTION = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024"
+SETTINGS = ("quantization", "optim", "precision")
+"""Settings that are named where they differ from the defaults; the first means something for QLoRA alone."""
+WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
+"""Of runs side by side what is left out where all have the same."""
+
+# -- columns
+
+
+ROWS = Column("Batch size", lambda row: BATCH.cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row))
+WHAT, WHERE = (APPROACH, SEED), (FIGURES, DEVICES)
+TIMES, MEMORY = (BATCH, STEPS, TIME, TOKENS_PER_S), (PEAK, PLANNED, COMMAND)
+QUALITY = (
+    *(*WHAT, SCORE, FACTS, LOSS, *WHERE, EPOCHS, ROWS, EFFECTIVE_BATCH, LEARNING_RATE),
+    *(SCORE_BEFORE, SCORE_TUNED, MINILM_BEFORE, MINILM, SHUFFLED, SHUFFLED_MINILM, FACTS_BEFORE),
+)
+SPEED = (*WHAT, *TIMES, *WHERE, REPORTING, *MEMORY)
+SCALED = (*WHAT, *TIMES, SPEEDUP, CEILING, *WHERE, REPORTING, *MEMORY)
+JUDGED, JUDGED_BEFORE, JUDGED_SHUFFLED = (replace(each, none=OFF) for each in (MINILM, MINILM_BEFORE, SHUFFLED_MINILM))
+"""By the independent judge, which can be switched off."""
+
+
+def milliseconds(seconds: float) -> str:
+    """Return `57 ms`."""
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def _way(plan: Row) -> str:
+    checkpointed = ", checkpointed" if plan["gradient_checkpointing"] else ""
+    return f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}{checkpointed}"
+
+
+def _is_likely_to_fit(plan: Row) -> bool:
+    likely_gib = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
+    return likely_gib <= plan["per_device"][0]["capacity_gib"]
+
+
+def _fits(plan: Row) -> str:
+    if all(device["fits"] for device in plan["per_device"]):
+        return "yes"
+    return "tight" if _is_likely_to_fit(plan) else "no"
+
+
+def _gib_per_gpu(plan: Row) -> str:
+    peak_gib = max(device["phases_gib"][plan["highest_phase"]] for device in plan["per_device"])
+    return f"{peak_gib:.1f} of {plan['per_device'][0]['capacity_gib']:.1f}"
+
+
+def _data(row: Row) -> str:
+    rows = sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
+    return f"{Path(row['config']['data']).name}, {rows:,} rows in up to {_epochs(row)}"
+
+
+def _epochs(row: Row) -> str:
+    number = row["config"]["num_train_epochs"]
+    return f"{number} epoch" + ("" if number == 1 else "s")
+
+
+def _unusual(row: Row) -> str:
+    """Return those of `SETTINGS` that differ from the defaults; older records may lack one."""
+    names = SETTINGS if TECHNIQUES[row["technique"]].quantizes else SETTINGS[1:]
+    found = {name: row["config"].get(name) for name in names}
+    return ", ".join(value for name, value in found.items() if value not in (None, getattr(RunConfig, name)))
+
+
+def _before(row: Row) -> str:
+    score, judged, facts = (column.cell(row) for column in (SCORE_BEFORE, JUDGED_BEFORE, FACTS_BEFORE))
+    return f"before: score {score}, by MiniLM {judged}, facts said {facts}"
+
+
+def _shared_by(row: Row) -> str:
+    """Return `1`, or `2, FSDP`: the number of devices, and how they share the work."""
+    how, copies = PARALLELISMS[row["parallel"]], copies_of(row)
+    shared = "" if how.is_single else f", {how.label}"
+    return f"{row['config']['devices']}{shared}" + (f" ({copies} copies)" if copies > 1 else "")
+
+
+def _run_folder(row: Row) -> str:
+    technique, _, folder = row["run_folder"].partition("/")
+    return f"{technique.partition('_')[0]}, `{folder}`"
+
+
+def _what(row: Row) -> str:
+    is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
+    return kind_name(*kind_of(row)) + (", same rows each" if is_weak else "")
+
+
+# -- rows
+
+
+def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
+    rows = beside_one_device(completed(records, LORA_DDP), records, same)
+    return [row for row in rows if row["baseline"]]
+
+
+def _timed_ddp_runs(records: list[Record]) -> list[Row]:
+    rows = _ddp_runs(records, STRONG)
+    return [row for row in rows if kind_of(row) == LORA_DDP and row.get("machine_ceiling")]
+
+
+def _front_runs(records: list[Record]) -> list[Row]:
+    """Return what two devices bring and cost: runs started by command, on the usual seed; a baseline only once."""
+    runs = [
+        record
+        for record in records
+        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
+    ]
+    full_runs = beside_one_device(completed(runs, FULL_DDP, FULL_FSDP, FULL_ZERO3), runs, STRONG)
+    rows = [*_ddp_runs(runs, STRONG), *_ddp_runs(runs, WEAK), *(row for row in full_runs if row["baseline"])]
+    return list({(row["run_folder"], row["run_name"], _what(row)): row for row in rows}.values())
+
+
+def planner_says(question: str) -> str:
+    """Return what the planner prints for the options of a question."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        planner_command.answer(planner_command.read_options(question.split()))
+    return said.getvalue()
+
+
+def _plans_on_two_cards(_: list[Record]) -> list[Row]:
+    """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
+    ranked = json.loads(planner_says(f"{TWO_CARDS_QUESTION} --json"))["ranked"]
+    fit = len(list(takewhile(_is_likely_to_fit, ranked)))
+    return ranked[: fit + 1]
+
+
+TABLES = {
+    "front": Table(
+        _front_runs,
+        (
+            Column("What", _what),
+            SHORT_DEVICES,
+            BATCH.titled("Rows per step"),
+            TIME.titled("Time"),
+            SPEEDUP.titled("Speed-up"),
+            CEILING.titled("Ceiling"),
+            FACTS,
+        ),
+    ),
+    "two-cards": Table(
+        _plans_on_two_cards,
+        (
+            Column("Way", _way),
+            Column("Fits", _fits),
+            Column("GiB per GPU", _gib_per_gpu),
+            Column("Largest batch", "max_batch_size"),
+            Column("Tokens/s", "tokens_per_s", "{:,.0f}"),
+            Column("USD per epoch", "cost_usd_per_epoch", "{:.2f}"),
+        ),
+    ),
+    "master": Table(
+        completed,
+        (
+            Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
+            Column("Settings", _unusual),
+            MODEL,
+            Column("Data", _data),
+            MACHINE,
+            Column("Before", _before),
+            Column("Devices", _shared_by),
+            Column("Launcher", "launcher"),
+            SEED,
+            BATCH.titled("Batch"),
+            LEARNING_RATE.titled("Learning rate"),
+            TIME.titled("Time"),
+            PEAK.titled("Peak GiB"),
+            SCORE.titled("Score"),
+            JUDGED.titled("MiniLM"),
+            FACTS.titled("Facts"),
+        ),
+        shared=("Technique", "Settings", "Model", "Data", "Machine", "Before"),
+    ),
+    "results-published": Table(
+        lambda _: published(),
+        (
+            Column("Source", "source"),
+            APPROACH,
+            DEVICES.titled("GPUs"),
+            EPOCHS,
+            BATCH.titled("Batch"),
+            LEARNING_RATE.titled("Learning rate"),
+            TIME.titled("Time"),
+            SCORE.titled("Score"),
+        ),
+        shared=("Source",),
+    ),
+    "results-not-run": Table(
+        waiting,
+        (
+            MODEL,
+            Column("Epochs", _epochs),
+            Column("Run folder", _run_folder),
+            APPROACH,
+            DEVICES.titled("GPUs"),
+            BATCH.titled("Batch"),
+            LEARNING_RATE.titled("Learning rate"),
+        ),
+        shared=("Model", "Epochs"),
+    ),
+    "lora-quality": Table(lambda records: completed(records, LORA), QUALITY, waiting=(LORA,), published=(LORA,)),
+    "lora-speed": Table(lambda records: completed(records, LORA), SPEED, waiting=(LORA,), published=(LORA,)),
+    "ddp-quality": Table(
+        lambda records: completed(records, LORA, LORA_DDP),
+        QUALITY,
+        waiting=(LORA, LORA_DDP),
+        published=(LORA, LORA_DDP),
+    ),
+    # the same steps, shared (strong scaling)
+    "ddp-strong": Table(partial(_ddp_runs, same=STRONG), SCALED),
+    # fewer, larger steps for the same rows (weak scaling)
+    "ddp-weak": Table(
+        partial(_ddp_runs, same=WEAK), (*SCALED, CUDA, VRAM), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
+    ),
+    # where a step's time goes when its rows are shared; the bare steps were timed in the run
+    "ddp-step": Table(
+        _timed_ddp_runs,
+        (
+            SEED,
+            Column("Started by", "launcher"),
+            STEPS,
+            Column("One rank, the whole batch, in training", lambda row: step_s(row["baseline"]), milliseconds),
+            Column("One rank, the whole batch, bare", "machine_ceiling.one_rank_global_batch_step_s", milliseconds),
+            Column("One rank, its share alone, bare", "machine_ceiling.one_rank_share_step_s", milliseconds),
+            Column(
+                "All ranks at once, not synchronising, bare", "machine_ceiling.all_ranks_share_step_s", milliseconds
+            ),
+            Column("All ranks, in training with DDP", step_s, milliseconds),
+        ),
+    ),
+}
+"""By the names of their markers."""
+
+
+# -- runs side by side
+
+
+FACTS_OF_ORIGINAL_BASE = replace(FACTS, value="quality.after_original_base.facts_said_share")
+"""Of an adapter that was merged into the base before it was quantized."""
+SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
+
+
+def _rank(row: Row) -> int | None:
+    return row["config"].get("lora_r", RunConfig.lora_r) if TECHNIQUES[row["technique"]].has_adapters else None
+
+
+def _updated(row: Row) -> float | None:
+    return None if TECHNIQUES[row["technique"]].has_adapters else row["updated_share"]
+
+
+SIDE_BY_SIDE = (
+    Column("approach", lambda row: kind_name(*kind_of(row))),
+    DEVICES.titled("devices"),
+    Column("rows per device and step", "config.per_device_train_batch_size", int),
+    Column("effective batch size", "effective_batch_size", int),
+    Column("steps", "steps", int),
+    Column("learning rate", "config.learning_rate", "{:g}"),
+    Column("rank of the adapters", _rank, none=None),
+    SCORE_BEFORE.titled("similarity score before"),
+    SCORE.titled("similarity score after"),
+    JUDGED_BEFORE.titled("by MiniLM before"),
+    JUDGED.titled("by MiniLM after"),
+    SHUFFLED.titled("answers shuffled"),
+    JUDGED_SHUFFLED.titled("shuffled, by MiniLM"),
+    FACTS_BEFORE.titled("facts said before"),
+    FACTS.titled("facts said after"),
+    LOSS.titled("lowest validation loss"),
+    Column("training time", "train_time_s", clock),
+    REPORTING.titled("of that, validation and checkpoints"),
+    TOKENS_PER_S.titled("tokens per second"),
+    PEAK.titled("peak memory per device (GiB)"),
+    PLANNED.titled("training's peak, planned / measured"),
+    Column("weights that a step changes", _updated, "{:.0%}", none=None, missing=None),
+    Column(
+        "weights of the base, in 4 bits / not (GiB)",
+        "quantization",
+        lambda stored: f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}",
+        none=None,
+        missing=None,
+    ),
+    Column(
+        "facts said, merged into the original base",
+        lambda row: FACTS_OF_ORIGINAL_BASE.cell(row) if row["quantization"] else None,
+        none=None,
+        missing=None,
+    ),
+    replace(IDLE, title="idle share per stage", none=None, missing=None),
+)
+"""What stands of a completed run beside others; None: it means nothing for this one."""
+FAILED = Column("status", lambda row: f"{row['status']}: {row.get('error', '')[:60]}")
+
+
+def side_by_side(records: list[Record]) -> pd.DataFrame:
+    """Return runs as columns, their settings and results as rows: what `make demo` prints."""
+    table = pd.DataFrame({
+        f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
+    })  # fmt: skip
+    same = [name for name in WHERE_THEY_DIFFER if name in table.index and table.loc[name].dropna().nunique() < 2]
+    return table.drop(index=same).dropna(how="all").fillna("")
+
+
+def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
+    if record["status"] != "completed":
+        return {FAILED.title: FAILED.cell(record)}
+    said = {column.title: column.cell(record) for column in SIDE_BY_SIDE}
+    for same, words in SAME_WORK.items():
+        row = beside_one_device([record], records, same)[-1]
+        if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
+            said |= {f"speed-up {words}": SPEEDUP.cell(row), f"machine's ceiling {words}": CEILING.cell(row)}
+    return said
