@@ -33,6 +33,8 @@ from common.reporting.rows import (
 )
 
 NO_BASELINE, NO_FACTS, NO_GPU, OFF = "-", "no facts in the data", "no GPU", "off"
+NOT_THERE = (KeyError, IndexError, TypeError, AttributeError)
+"""What is raised where a row has no such value: a run that failed, another task, or an older record."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +62,32 @@ class Column:
         return replace(self, title=title)
 
     def value_in(self, row: Any) -> Any:
-        """Return the value in a row.
+        """Return the value in a row; None: it has none."""
+        try:
+            return self._value_in(row)
+        except NOT_THERE:
+            return None
 
-        Raises:
-            KeyError, TypeError, IndexError: the row has none: a run that failed, another task, or an older record.
-        """
+    def _value_in(self, row: Any) -> Any:
         return self.value(row) if callable(self.value) else reduce(getitem, self.value.split("."), row)
 
+    def written(self, value: Any) -> Any:
+        """Return a value as it stands in a table: a text; of some columns in a terminal a number."""
+        return self.format(value) if callable(self.format) else self.format.format(value)
+
     def cell(self, row: Any) -> Any:
-        """Return what stands in a row's cell: a text; of some columns in a terminal a number, or None."""
+        """Return what stands in a row's cell."""
         runs = row.get("seeds", [row]) if self.over_seeds else [row]
         try:
-            values = [self.value_in(run) for run in runs]
-        except (KeyError, TypeError, IndexError):
+            values = [self._value_in(run) for run in runs]
+        except NOT_THERE:
             return row["status"] if row["status"] in (NOT_RUN, NOT_PUBLISHED) else self.missing
         if None in values:
             return self.none
-        write = self.format if callable(self.format) else self.format.format
         if len(values) == 1:
-            return write(values[0])
-        return f"{write(sum(values) / len(values))} ({write(min(values))} to {write(max(values))})"
+            return self.written(values[0])
+        mean, low, high = map(self.written, (sum(values) / len(values), min(values), max(values)))
+        return f"{mean} ({low} to {high})"
 
 
 @dataclass(frozen=True)

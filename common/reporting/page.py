@@ -7,7 +7,7 @@ import re
 import sys
 import webbrowser
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -102,7 +102,7 @@ def page_and_details(kept: Iterable[Record], own: Iterable[Record] = ()) -> tupl
     for peak in chain.from_iterable(run.peaks for run in runs):
         memory.add(*peak)
     data = {
-        "columns": [asdict(column) for column in COLUMNS],
+        "columns": COLUMNS,
         "runs": texts.table(values),
         "memory": texts.table(list(memory.points.values())),
         "texts": list(texts.numbers),
