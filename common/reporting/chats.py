@@ -15,45 +15,8 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting.columns import (
-    APPROACH,
-    BATCH,
-    CEILING,
-    COMMAND,
-    CUDA,
-    DEVICES,
-    EFFECTIVE_BATCH,
-    EPOCHS,
-    FACTS,
-    FACTS_BEFORE,
-    FIGURES,
-    IDLE,
-    LEARNING_RATE,
-    LOSS,
-    MACHINE,
-    MINILM,
-    MINILM_BEFORE,
-    MODEL,
-    OFF,
-    PEAK,
-    PLANNED,
-    REPORTING,
-    SCORE,
-    SCORE_BEFORE,
-    SCORE_TUNED,
-    SEED,
-    SHORT_DEVICES,
-    SHUFFLED,
-    SHUFFLED_MINILM,
-    SPEEDUP,
-    STEPS,
-    TIME,
-    TOKENS_PER_S,
-    VRAM,
-    Column,
-    Table,
-    rows_with_accumulation,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, rows_with_accumulation
 from common.reporting.rows import (
     FULL_DDP,
     FULL_FSDP,
@@ -85,27 +48,23 @@ WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
 # -- columns
 
 
-ROWS = Column("Batch size", lambda row: BATCH.cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row))
-WHAT, WHERE = (APPROACH, SEED), (FIGURES, DEVICES)
-TIMES, MEMORY = (BATCH, STEPS, TIME, TOKENS_PER_S), (PEAK, PLANNED, COMMAND)
-QUALITY = (
-    *(*WHAT, SCORE, FACTS, LOSS, *WHERE, EPOCHS, ROWS, EFFECTIVE_BATCH, LEARNING_RATE),
-    *(SCORE_BEFORE, SCORE_TUNED, MINILM_BEFORE, MINILM, SHUFFLED, SHUFFLED_MINILM, FACTS_BEFORE),
+ROWS = Column(
+    "Batch size", lambda row: col.BATCH.cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row)
 )
-SPEED = (*WHAT, *TIMES, *WHERE, REPORTING, *MEMORY)
-SCALED = (*WHAT, *TIMES, SPEEDUP, CEILING, *WHERE, REPORTING, *MEMORY)
-JUDGED, JUDGED_BEFORE, JUDGED_SHUFFLED = (replace(each, none=OFF) for each in (MINILM, MINILM_BEFORE, SHUFFLED_MINILM))
-"""By the independent judge, which can be switched off."""
+WHAT, WHERE = (col.APPROACH, col.SEED), (col.FIGURES, col.DEVICES)
+TIMES, MEMORY = (col.BATCH, col.STEPS, col.TIME, col.TOKENS_PER_S), (col.PEAK, col.PLANNED, col.COMMAND)
+QUALITY = (
+    *(*WHAT, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS, col.EFFECTIVE_BATCH, col.LEARNING_RATE),
+    *(col.SCORE_BEFORE, col.SCORE_TUNED, col.MINILM_BEFORE, col.MINILM, col.SHUFFLED, col.SHUFFLED_MINILM),
+    col.FACTS_BEFORE,
+)
+SPEED = (*WHAT, *TIMES, *WHERE, col.REPORTING, *MEMORY)
+SCALED = (*WHAT, *TIMES, col.SPEEDUP, col.CEILING, *WHERE, col.REPORTING, *MEMORY)
 
 
 def milliseconds(seconds: float) -> str:
     """Return `57 ms`."""
     return f"{seconds * 1e3:.0f} ms"
-
-
-def _way(plan: Row) -> str:
-    checkpointed = ", checkpointed" if plan["gradient_checkpointing"] else ""
-    return f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}{checkpointed}"
 
 
 def _is_likely_to_fit(plan: Row) -> bool:
@@ -119,14 +78,8 @@ def _fits(plan: Row) -> str:
     return "tight" if _is_likely_to_fit(plan) else "no"
 
 
-def _gib_per_gpu(plan: Row) -> str:
-    peak_gib = max(device["phases_gib"][plan["highest_phase"]] for device in plan["per_device"])
-    return f"{peak_gib:.1f} of {plan['per_device'][0]['capacity_gib']:.1f}"
-
-
-def _data(row: Row) -> str:
-    rows = sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
-    return f"{Path(row['config']['data']).name}, {rows:,} rows in up to {_epochs(row)}"
+def _rows_seen(row: Row) -> int:
+    return sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
 
 
 def _epochs(row: Row) -> str:
@@ -141,21 +94,11 @@ def _unusual(row: Row) -> str:
     return ", ".join(value for name, value in found.items() if value not in (None, getattr(RunConfig, name)))
 
 
-def _before(row: Row) -> str:
-    score, judged, facts = (column.cell(row) for column in (SCORE_BEFORE, JUDGED_BEFORE, FACTS_BEFORE))
-    return f"before: score {score}, by MiniLM {judged}, facts said {facts}"
-
-
 def _shared_by(row: Row) -> str:
     """Return `1`, or `2, FSDP`: the number of devices, and how they share the work."""
     how, copies = PARALLELISMS[row["parallel"]], copies_of(row)
     shared = "" if how.is_single else f", {how.label}"
     return f"{row['config']['devices']}{shared}" + (f" ({copies} copies)" if copies > 1 else "")
-
-
-def _run_folder(row: Row) -> str:
-    technique, _, folder = row["run_folder"].partition("/")
-    return f"{technique.partition('_')[0]}, `{folder}`"
 
 
 def _what(row: Row) -> str:
@@ -172,8 +115,7 @@ def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
 
 
 def _timed_ddp_runs(records: list[Record]) -> list[Row]:
-    rows = _ddp_runs(records, STRONG)
-    return [row for row in rows if kind_of(row) == LORA_DDP and row.get("machine_ceiling")]
+    return [row for row in _ddp_runs(records, STRONG) if kind_of(row) == LORA_DDP and row.get("machine_ceiling")]
 
 
 def _front_runs(records: list[Record]) -> list[Row]:
@@ -208,20 +150,32 @@ TABLES = {
         _front_runs,
         (
             Column("What", _what),
-            SHORT_DEVICES,
-            BATCH.titled("Rows per step"),
-            TIME.titled("Time"),
-            SPEEDUP.titled("Speed-up"),
-            CEILING.titled("Ceiling"),
-            FACTS,
+            col.SHORT_DEVICES,
+            col.BATCH.titled("Rows per step"),
+            col.TIME.titled("Time"),
+            col.SPEEDUP.titled("Speed-up"),
+            col.CEILING.titled("Ceiling"),
+            col.FACTS,
         ),
     ),
     "two-cards": Table(
         _plans_on_two_cards,
         (
-            Column("Way", _way),
+            Column(
+                "Way",
+                lambda plan: (
+                    f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
+                    + (", checkpointed" if plan["gradient_checkpointing"] else "")
+                ),
+            ),
             Column("Fits", _fits),
-            Column("GiB per GPU", _gib_per_gpu),
+            Column(
+                "GiB per GPU",
+                lambda plan: (
+                    f"{max(device['phases_gib'][plan['highest_phase']] for device in plan['per_device']):.1f}"
+                    f" of {plan['per_device'][0]['capacity_gib']:.1f}"
+                ),
+            ),
             Column("Largest batch", "max_batch_size"),
             Column("Tokens/s", "tokens_per_s", "{:,.0f}"),
             Column("USD per epoch", "cost_usd_per_epoch", "{:.2f}"),
@@ -232,20 +186,29 @@ TABLES = {
         (
             Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
             Column("Settings", _unusual),
-            MODEL,
-            Column("Data", _data),
-            MACHINE,
-            Column("Before", _before),
+            col.MODEL,
+            Column(
+                "Data",
+                lambda row: f"{Path(row['config']['data']).name}, {_rows_seen(row):,} rows in up to {_epochs(row)}",
+            ),
+            col.MACHINE,
+            Column(
+                "Before",
+                lambda row: (
+                    f"before: score {col.SCORE_BEFORE.cell(row)}, by MiniLM {col.JUDGED_BEFORE.cell(row)}, "
+                    f"facts said {col.FACTS_BEFORE.cell(row)}"
+                ),
+            ),
             Column("Devices", _shared_by),
             Column("Launcher", "launcher"),
-            SEED,
-            BATCH.titled("Batch"),
-            LEARNING_RATE.titled("Learning rate"),
-            TIME.titled("Time"),
-            PEAK.titled("Peak GiB"),
-            SCORE.titled("Score"),
-            JUDGED.titled("MiniLM"),
-            FACTS.titled("Facts"),
+            col.SEED,
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
+            col.TIME.titled("Time"),
+            col.PEAK.titled("Peak GiB"),
+            col.SCORE.titled("Score"),
+            col.JUDGED.titled("MiniLM"),
+            col.FACTS.titled("Facts"),
         ),
         shared=("Technique", "Settings", "Model", "Data", "Machine", "Before"),
     ),
@@ -253,26 +216,26 @@ TABLES = {
         lambda _: published(),
         (
             Column("Source", "source"),
-            APPROACH,
-            DEVICES.titled("GPUs"),
-            EPOCHS,
-            BATCH.titled("Batch"),
-            LEARNING_RATE.titled("Learning rate"),
-            TIME.titled("Time"),
-            SCORE.titled("Score"),
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.EPOCHS,
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
+            col.TIME.titled("Time"),
+            col.SCORE.titled("Score"),
         ),
         shared=("Source",),
     ),
     "results-not-run": Table(
         waiting,
         (
-            MODEL,
+            col.MODEL,
             Column("Epochs", _epochs),
-            Column("Run folder", _run_folder),
-            APPROACH,
-            DEVICES.titled("GPUs"),
-            BATCH.titled("Batch"),
-            LEARNING_RATE.titled("Learning rate"),
+            Column("Run folder", "run_folder", lambda place: f"{place.partition('_')[0]}, `{Path(place).name}`"),
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
         ),
         shared=("Model", "Epochs"),
     ),
@@ -288,15 +251,15 @@ TABLES = {
     "ddp-strong": Table(partial(_ddp_runs, same=STRONG), SCALED),
     # fewer, larger steps for the same rows (weak scaling)
     "ddp-weak": Table(
-        partial(_ddp_runs, same=WEAK), (*SCALED, CUDA, VRAM), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
+        partial(_ddp_runs, same=WEAK), (*SCALED, col.CUDA, col.VRAM), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
     ),
     # where a step's time goes when its rows are shared; the bare steps were timed in the run
     "ddp-step": Table(
         _timed_ddp_runs,
         (
-            SEED,
+            col.SEED,
             Column("Started by", "launcher"),
-            STEPS,
+            col.STEPS,
             Column("One rank, the whole batch, in training", lambda row: step_s(row["baseline"]), milliseconds),
             Column("One rank, the whole batch, bare", "machine_ceiling.one_rank_global_batch_step_s", milliseconds),
             Column("One rank, its share alone, bare", "machine_ceiling.one_rank_share_step_s", milliseconds),
@@ -313,7 +276,7 @@ TABLES = {
 # -- runs side by side
 
 
-FACTS_OF_ORIGINAL_BASE = replace(FACTS, value="quality.after_original_base.facts_said_share")
+FACTS_OF_ORIGINAL_BASE = replace(col.FACTS, value="quality.after_original_base.facts_said_share")
 """Of an adapter that was merged into the base before it was quantized."""
 SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
 
@@ -328,26 +291,26 @@ def _updated(row: Row) -> float | None:
 
 SIDE_BY_SIDE = (
     Column("approach", lambda row: kind_name(*kind_of(row))),
-    DEVICES.titled("devices"),
+    col.DEVICES.titled("devices"),
     Column("rows per device and step", "config.per_device_train_batch_size", int),
     Column("effective batch size", "effective_batch_size", int),
     Column("steps", "steps", int),
     Column("learning rate", "config.learning_rate", "{:g}"),
     Column("rank of the adapters", _rank, none=None),
-    SCORE_BEFORE.titled("similarity score before"),
-    SCORE.titled("similarity score after"),
-    JUDGED_BEFORE.titled("by MiniLM before"),
-    JUDGED.titled("by MiniLM after"),
-    SHUFFLED.titled("answers shuffled"),
-    JUDGED_SHUFFLED.titled("shuffled, by MiniLM"),
-    FACTS_BEFORE.titled("facts said before"),
-    FACTS.titled("facts said after"),
-    LOSS.titled("lowest validation loss"),
+    col.SCORE_BEFORE.titled("similarity score before"),
+    col.SCORE.titled("similarity score after"),
+    col.JUDGED_BEFORE.titled("by MiniLM before"),
+    col.JUDGED.titled("by MiniLM after"),
+    col.SHUFFLED.titled("answers shuffled"),
+    col.JUDGED_SHUFFLED.titled("shuffled, by MiniLM"),
+    col.FACTS_BEFORE.titled("facts said before"),
+    col.FACTS.titled("facts said after"),
+    col.LOSS.titled("lowest validation loss"),
     Column("training time", "train_time_s", clock),
-    REPORTING.titled("of that, validation and checkpoints"),
-    TOKENS_PER_S.titled("tokens per second"),
-    PEAK.titled("peak memory per device (GiB)"),
-    PLANNED.titled("training's peak, planned / measured"),
+    col.REPORTING.titled("of that, validation and checkpoints"),
+    col.TOKENS_PER_S.titled("tokens per second"),
+    col.PEAK.titled("peak memory per device (GiB)"),
+    col.PLANNED.titled("training's peak, planned / measured"),
     Column("weights that a step changes", _updated, "{:.0%}", none=None, missing=None),
     Column(
         "weights of the base, in 4 bits / not (GiB)",
@@ -362,7 +325,7 @@ SIDE_BY_SIDE = (
         none=None,
         missing=None,
     ),
-    replace(IDLE, title="idle share per stage", none=None, missing=None),
+    replace(col.IDLE, title="idle share per stage", none=None, missing=None),
 )
 """What stands of a completed run beside others; None: it means nothing for this one."""
 FAILED = Column("status", lambda row: f"{row['status']}: {row.get('error', '')[:60]}")
@@ -384,5 +347,5 @@ def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
     for same, words in SAME_WORK.items():
         row = beside_one_device([record], records, same)[-1]
         if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
-            said |= {f"speed-up {words}": SPEEDUP.cell(row), f"machine's ceiling {words}": CEILING.cell(row)}
+            said |= {f"speed-up {words}": col.SPEEDUP.cell(row), f"machine's ceiling {words}": col.CEILING.cell(row)}
     return said

@@ -5,24 +5,8 @@ from itertools import product
 
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
-from common.reporting.columns import (
-    COMMAND,
-    DEVICE_COUNT,
-    DEVICES,
-    EPOCHS,
-    FIGURES,
-    IDLE,
-    MACHINE,
-    MODEL_ID,
-    PLANNED,
-    SEEDS,
-    SHORT_DEVICES,
-    SHORT_FIGURES,
-    SPEEDUP_OF_TASK,
-    TIME,
-    Column,
-    Table,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table
 from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
@@ -119,28 +103,40 @@ def _shorter(row: Row) -> str:
 TABLES = {
     "classification-settings": Table(
         lambda records: [*settings(records), *_waiting(records), *published(metric="accuracy")],
-        (SETTING, FIGURES, MODEL_ID, DEVICES, EPOCHS, SEEDS, BEST, PEAKS, TIME, SPEEDUP_OF_TASK, IDLE),
+        (
+            SETTING,
+            col.FIGURES,
+            col.MODEL_ID,
+            col.DEVICES,
+            col.EPOCHS,
+            col.SEEDS,
+            BEST,
+            PEAKS,
+            col.TIME,
+            col.SPEEDUP_OF_TASK,
+            col.IDLE,
+        ),
     ),
-    "classification-details": Table(settings, (SETTING, ACCURACY, MACRO_F1, PLANNED, ALLOWED, SHARE, COMMAND)),
+    "classification-details": Table(settings, (SETTING, ACCURACY, MACRO_F1, col.PLANNED, ALLOWED, SHARE, col.COMMAND)),
     "classification-front": Table(
         settings,
         (
             Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
-            MODEL_ID,
+            col.MODEL_ID,
             Column("Epochs", "config.num_train_epochs", "{} epochs"),
-            MACHINE,
+            col.MACHINE,
             Column(
                 "Setting",
                 lambda row: (
                     PARALLELISMS[row["parallel"]].label + _in_parts(row["parallel"], row["config"]["micro_batches"])
                 ),
             ),
-            DEVICE_COUNT,
-            SEEDS,
+            col.DEVICE_COUNT,
+            col.SEEDS,
             BEST,
             PEAKS.titled("Peak GiB"),
-            TIME.titled("Time"),
-            SPEEDUP_OF_TASK,
+            col.TIME.titled("Time"),
+            col.SPEEDUP_OF_TASK,
         ),
         shared=("Technique", "Model", "Epochs", "Machine"),
     ),
@@ -148,11 +144,11 @@ TABLES = {
         lambda records: [*published(metric="accuracy"), *settings(records)],
         (
             Column("Setting", _shorter),
-            SHORT_FIGURES,
-            SHORT_DEVICES,
+            col.SHORT_FIGURES,
+            col.SHORT_DEVICES,
             BEST.titled("Accuracy"),
             PEAKS.titled("GiB per device"),
-            TIME,
+            col.TIME,
         ),
     ),
 }
@@ -162,12 +158,12 @@ ON_SCREEN = Table(
         SETTING,
         BEST.titled("Best"),
         ACCURACY.titled("Test accuracy (95 %)"),
-        TIME.titled("Time"),
-        SPEEDUP_OF_TASK,
+        col.TIME.titled("Time"),
+        col.SPEEDUP_OF_TASK,
         ALLOWED.titled("Allowed"),
         SHARE.titled("Share"),
-        IDLE.titled("Idle"),
-        PLANNED.titled("Peak GiB, planned / measured"),
+        col.IDLE.titled("Idle"),
+        col.PLANNED.titled("Peak GiB, planned / measured"),
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no classification run is completed yet")

@@ -28,13 +28,11 @@ from common.reporting.rows import (
     first_device,
     model_of,
     published,
-    short_devices_of,
     waiting,
 )
 
 NO_BASELINE, NO_FACTS, NO_GPU, OFF = "-", "no facts in the data", "no GPU", "off"
-NOT_THERE = (KeyError, IndexError, TypeError, AttributeError)
-"""What is raised where a row has no such value: a run that failed, another task, or an older record."""
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,12 @@ class Column:
         """Return the same column with another heading."""
         return replace(self, title=title)
 
-    def value_in(self, row: Any) -> Any:
-        """Return the value in a row; None: it has none."""
+    def value_in(self, row: Any, missing: object = None) -> Any:
+        """Return the value in a row; `missing` of a run that failed, of another task, or of an older record."""
         try:
-            return self._value_in(row)
-        except NOT_THERE:
-            return None
-
-    def _value_in(self, row: Any) -> Any:
-        return self.value(row) if callable(self.value) else reduce(getitem, self.value.split("."), row)
+            return self.value(row) if callable(self.value) else reduce(getitem, self.value.split("."), row)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return missing
 
     def written(self, value: Any) -> Any:
         """Return a value as it stands in a table: a text; of some columns in a terminal a number."""
@@ -78,9 +73,8 @@ class Column:
     def cell(self, row: Any) -> Any:
         """Return what stands in a row's cell."""
         runs = row.get("seeds", [row]) if self.over_seeds else [row]
-        try:
-            values = [self._value_in(run) for run in runs]
-        except NOT_THERE:
+        values = [self.value_in(run, MISSING) for run in runs]
+        if MISSING in values:
             return row["status"] if row["status"] in (NOT_RUN, NOT_PUBLISHED) else self.missing
         if None in values:
             return self.none
@@ -204,7 +198,7 @@ MODEL = Column("Model", model_of)
 MODEL_ID = Column("Model", lambda row: row["config"]["model"] if row["status"] == NOT_RUN else model_of(row))
 MACHINE = Column("Machine", device_of)
 DEVICES = Column("Devices", devices_of)
-SHORT_DEVICES = Column("Devices", short_devices_of)
+SHORT_DEVICES = Column("Devices", lambda row: devices_of(row).replace(", 1 thread x", " x"))
 DEVICE_COUNT = Column("Devices", "config.devices")
 SEED = Column("Seed", "config.seed")
 SEEDS = Column("Seeds", lambda row: len(row["seeds"]))
@@ -229,6 +223,8 @@ MINILM = Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}")
 MINILM_BEFORE = Column("By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", missing=NO_BASELINE)
 SHUFFLED = Column("Answers shuffled", "quality.after.shuffled_score", "{:.3f}")
 SHUFFLED_MINILM = Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}")
+JUDGED, JUDGED_BEFORE, JUDGED_SHUFFLED = (replace(each, none=OFF) for each in (MINILM, MINILM_BEFORE, SHUFFLED_MINILM))
+"""By the independent judge in tables that tell where it was switched off."""
 FACTS = Column("Facts said", "quality.after.facts_said_share", "{:.0%}", none=NO_FACTS)
 FACTS_BEFORE = Column(
     "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE

@@ -27,7 +27,6 @@ from common.reporting.rows import (
     metrics_of,
     model_of,
     result_files,
-    results_folders,
     step_s,
     task_of,
 )
@@ -219,7 +218,7 @@ def _known_records(results_root: Path | None) -> dict[Path, Record]:
 
     Runs of the run folders, or those that `--results_root` was passed to.
     """
-    folders = [results_root.expanduser() / "results"] if results_root else results_folders()
+    folders = [results_root.expanduser() / "results"] if results_root else []
     here = dict(records_in(result_files(*folders)))
     names = {(run["run_folder"], run["run_name"]) for run in here.values()}
     return here | {

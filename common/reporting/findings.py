@@ -14,7 +14,8 @@ from common.base.specs import TASKS
 from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
-from common.reporting.columns import BATCH, MEAN_TIME, SCORE, SHORT_DEVICES, SHORT_FIGURES, Column, Table, mean_time_s
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, mean_time_s
 from common.reporting.full import PROJECTED_LENGTH, recipes
 from common.reporting.rows import (
     FULL,
@@ -98,11 +99,11 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 WHAT = (
     Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
-    SHORT_FIGURES,
-    SHORT_DEVICES,
-    BATCH,
-    Column("Score", SCORE.value, SCORE.format, over_seeds=True),
-    MEAN_TIME.titled("Time"),
+    col.SHORT_FIGURES,
+    col.SHORT_DEVICES,
+    col.BATCH,
+    Column("Score", col.SCORE.value, col.SCORE.format, over_seeds=True),
+    col.MEAN_TIME.titled("Time"),
 )
 
 

@@ -14,33 +14,9 @@ from common.planning.job import BatchShape
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, Plan, plan_run
 from common.planning.shares import trained_parameters
 from common.records.store import Record
+from common.reporting import columns as col
 from common.reporting.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
-from common.reporting.columns import (
-    APPROACH,
-    CEILING,
-    COMMAND,
-    CUDA,
-    DEVICES,
-    EPOCHS,
-    FACTS,
-    FIGURES,
-    IDLE,
-    IS_PROJECTED,
-    LEARNING_RATE,
-    LOSS,
-    MEMORY_NEEDED,
-    MICRO_BATCHES,
-    MODEL,
-    SCORE_TUNED,
-    SHUFFLED,
-    SHUFFLED_MINILM,
-    SPEEDUP,
-    STEPS,
-    UPDATED_SHARE,
-    VRAM,
-    Column,
-    Table,
-)
+from common.reporting.columns import Column, Table
 from common.reporting.rows import (
     FULL,
     FULL_DDP,
@@ -82,9 +58,9 @@ def _without(columns: tuple[Column, ...], *left_out: Column) -> tuple[Column, ..
     return tuple(column for column in columns if column not in left_out)
 
 
-FULL_QUALITY = _without(QUALITY, LEARNING_RATE, SHUFFLED_MINILM, SHUFFLED)
-SHARDED_QUALITY = _without(QUALITY, SCORE_TUNED, SHUFFLED_MINILM, SHUFFLED)
-AGAINST_ONE_DEVICE = SPEEDUP.titled("Against one device")
+FULL_QUALITY = _without(QUALITY, col.LEARNING_RATE, col.SHUFFLED_MINILM, col.SHUFFLED)
+SHARDED_QUALITY = _without(QUALITY, col.SCORE_TUNED, col.SHUFFLED_MINILM, col.SHUFFLED)
+AGAINST_ONE_DEVICE = col.SPEEDUP.titled("Against one device")
 KIND = Column("Approach", lambda row: kind_name(*kind_of(row)))
 A_STEP = Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row)))
 SIZE = (
@@ -297,13 +273,13 @@ TABLES = {
             Column("Precision", "config.precision"),
             Column("Learning rate", "config.learning_rate", "{:g}"),
             Column("Batch size", "config.per_device_train_batch_size"),
-            STEPS,
-            UPDATED_SHARE,
-            LOSS,
-            FACTS,
+            col.STEPS,
+            col.UPDATED_SHARE,
+            col.LOSS,
+            col.FACTS,
             Column("Training time", "train_time_s", clock),
-            FIGURES,
-            COMMAND,
+            col.FIGURES,
+            col.COMMAND,
         ),
     ),
     "full-memory": Table(
@@ -318,7 +294,7 @@ TABLES = {
             Column("Peak (GiB)", lambda row: row["device"].peak_gib, "{:.1f}"),
             _fits_on("Fits an A100 80GB", "A100 80GB SXM"),
             _fits_on("Fits an H200 141GB", "H200 141GB"),
-            IS_PROJECTED,
+            col.IS_PROJECTED,
         ),
     ),
     # 2.5
@@ -327,7 +303,7 @@ TABLES = {
     ),
     "mp-speed": Table(
         lambda records: beside_one_device(recipes(records, FULL_MP), records, WEAK),
-        (*WHAT, *TIMES, *WHERE, CUDA, VRAM, MEMORY_NEEDED, COMMAND),
+        (*WHAT, *TIMES, *WHERE, col.CUDA, col.VRAM, col.MEMORY_NEEDED, col.COMMAND),
         waiting=(FULL_MP,),
         published=(FULL, FULL_MP),
     ),
@@ -336,24 +312,26 @@ TABLES = {
         _batch_sizes,
         (
             Column("Approach", "name"),
-            DEVICES,
+            col.DEVICES,
             Column("Batch size", "config.per_device_train_batch_size"),
             Column("Rows", "rows"),
             Column("Steps", "steps", "{:,}"),
             A_STEP,
             Column("Training without validation", lambda row: row["train_time_s"] - row["reporting_s"], clock),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
     # 2.6
     "sharding-quality": Table(_sharded_beside_one_device, SHARDED_QUALITY),
-    "sharding-speed": Table(_sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, CEILING, LOSS, *WHERE, *MEMORY)),
+    "sharding-speed": Table(
+        _sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, col.CEILING, col.LOSS, *WHERE, *MEMORY)
+    ),
     # bytes that each rank holds between two passes, counted in the runs
     "sharding-held": Table(
         lambda records: _looked_into(records, "held"),
         (
             KIND,
-            MODEL,
+            col.MODEL,
             Column("Ranks", lambda row: len(row["held"]["per_rank"])),
             _held("weights"),
             _held("gradients"),
@@ -363,7 +341,7 @@ TABLES = {
                 lambda row: sum(_fullest(row["held"]).values()) / sum(row["held"]["whole"].values()),
                 "{:.2f} of one device's",
             ),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
     # bytes that a rank sends in a step, counted call by call, beside the formula
@@ -371,13 +349,13 @@ TABLES = {
         _sent,
         (
             KIND,
-            MODEL,
+            col.MODEL,
             Column("Ranks", lambda row: len(row["world"])),
             Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
             Column("By the formula", lambda row: row["formula_bytes"] / MIB, "{:.3f}"),
             Column("Difference", lambda row: row["sent"]["bytes"] / row["formula_bytes"] - 1, "{:+.1%}"),
             Column("Whole tensors, by collective (MiB)", "sent.by_collective", _by_collective),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
     "sharding-memory": Table(
@@ -393,7 +371,7 @@ TABLES = {
             Column("Fits", lambda row: row["plan"].verdict),
             Column("A step", lambda row: row["plan"].time.total_s, "{:.1f} s"),
             Column("Sent per rank and step (GB)", lambda row: row["plan"].time.sent_gb, "{:.1f}"),
-            IS_PROJECTED,
+            col.IS_PROJECTED,
         ),
     ),
     # 2.7
@@ -405,7 +383,7 @@ TABLES = {
     ),
     "pp-speed": Table(
         lambda records: beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG),
-        (*WHAT, *TIMES, MICRO_BATCHES, AGAINST_ONE_DEVICE, IDLE, *WHERE, *MEMORY),
+        (*WHAT, *TIMES, col.MICRO_BATCHES, AGAINST_ONE_DEVICE, col.IDLE, *WHERE, *MEMORY),
         waiting=(FULL_PP,),
     ),
     "pp-schedules": Table(
@@ -432,7 +410,7 @@ TABLES = {
                 "in_schedule.peak_activations_mib",
                 lambda stages: " / ".join(f"{mib:.1f}" for mib in stages),
             ),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
     # from the formula's speed-up to the one that was reached: where the rest goes
@@ -456,13 +434,13 @@ TABLES = {
     "pp-published": Table(
         lambda _: [row for row in published(metric="accuracy") if not PARALLELISMS[row["parallel"]].replicates],
         (
-            APPROACH,
-            DEVICES.titled("GPUs"),
-            EPOCHS,
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.EPOCHS,
             Column("Accuracy", "best_accuracy", "{:.2%}"),
             Column("Memory per GPU", "memory_gb", lambda sizes: " / ".join(f"{gb} GB" for gb in sizes)),
             Column("Training time", "train_time"),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
 }

@@ -7,7 +7,8 @@ from math import ceil
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records
-from common.reporting.columns import FACTS, LOSS, SCORE, Column, Table
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table
 from common.reporting.rows import Kind, Row, completed, kind_name, kind_of
 
 
@@ -61,9 +62,9 @@ def _best_step(row: Row) -> int:
 
 APPROACH = Column("Approach", lambda row: kind_name(*kind_of(row)))
 QUALITY = (
-    replace(FACTS, over_seeds=True),
-    replace(SCORE, title="Score", over_seeds=True),
-    replace(LOSS, format="{:.3f}", over_seeds=True),
+    replace(col.FACTS, over_seeds=True),
+    replace(col.SCORE, title="Score", over_seeds=True),
+    replace(col.LOSS, format="{:.3f}", over_seeds=True),
 )
 TABLES = {
     "own-data-rows": Table(

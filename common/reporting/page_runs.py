@@ -136,22 +136,14 @@ def planned_and_measured(record: Record) -> Iterator[tuple[str, str, float, floa
             yield run, phase, *(max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in peaks)
 
 
-class MemoryPoints:
-    """Points of the chart of planned and measured memory; those that would cover each other are one."""
-
-    def __init__(self) -> None:
-        self.points: dict[tuple[object, ...], Values] = {}
-
-    def add(self, run: str, phase: str, planned_gib: float, measured_gib: float) -> None:
-        """Add a point, or count it as one more where one is already."""
-        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned_gib, measured_gib)))
-        new = {"run": run, "phase": phase, "planned": planned_gib, "measured": measured_gib, "peaks": 0}
-        self.points.setdefault(place, new)["peaks"] += 1
-
-    def ends(self) -> tuple[float, float]:
-        """Return the lowest and the highest peak."""
-        every = [point[name] for point in self.points.values() for name in ("planned", "measured")] or [1.0]
-        return min(every), max(every)
+def memory_points(peaks: Iterable[tuple[str, str, float, float]]) -> list[Values]:
+    """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
+    points: dict[tuple[object, ...], Values] = {}
+    for run, phase, *pair in peaks:
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in pair))
+        new = {"run": run, "phase": phase, "planned": pair[0], "measured": pair[1], "peaks": 0}
+        points.setdefault(place, new)["peaks"] += 1
+    return list(points.values())
 
 
 def comparable(runs: Iterable[Values], cost: str) -> list[Values]:

@@ -4,22 +4,8 @@ from functools import partial
 from statistics import fmean
 
 from common.records.store import Record
-from common.reporting.columns import (
-    COMMAND,
-    DEVICES,
-    FIGURES,
-    MACHINE,
-    MODEL_ID,
-    NO_BASELINE,
-    PLANNED,
-    SEEDS,
-    SPEEDUP_OF_TASK,
-    Column,
-    Table,
-    in_percent,
-    mean_time_s,
-    training_time,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, in_percent, mean_time_s, training_time
 from common.reporting.rows import (
     ANSWER_METRICS,
     Row,
@@ -37,7 +23,7 @@ settings = partial(settings_of_task, reporting=__name__)
 
 def _share(title: str, path: str) -> Column:
     """Return the column of a share of facts in percent, over the seeds: `93.4 (92.8 to 94.1)`."""
-    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=NO_BASELINE, over_seeds=True)
+    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=col.NO_BASELINE, over_seeds=True)
 
 
 def _time(row: Row) -> str:
@@ -50,7 +36,7 @@ def _by_kind(records: list[Record]) -> list[Row]:
     def mean(row: Row, when: str, kind: str) -> str:
         found = [run["quality"].get(when) or {} for run in row["seeds"]]
         shares = [each.get("facts_said_share_by_kind", {}).get(kind) for each in found]
-        return NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
+        return col.NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
 
     return [
         {"Setting": SETTING.cell(row)}
@@ -72,13 +58,13 @@ TIME = Column("Training time", _time)
 TABLES = {
     "pictures-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, FIGURES, MODEL_ID, DEVICES, SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME, SPEEDUP_OF_TASK, PLANNED,
-         COMMAND),
+        (SETTING, col.FIGURES, col.MODEL_ID, col.DEVICES, col.SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME,
+         col.SPEEDUP_OF_TASK, col.PLANNED, col.COMMAND),
     ),
     "pictures-kinds": Table(_by_kind),
     "pictures-front": Table(
         settings,
-        (MODEL_ID, MACHINE, SETTING, SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME.titled("Time")),
+        (col.MODEL_ID, col.MACHINE, SETTING, col.SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME.titled("Time")),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
@@ -91,8 +77,8 @@ ON_SCREEN = Table(
         AFTER.titled("After"),
         SWAPPED.titled("Swapped"),
         TIME.titled("Time"),
-        SPEEDUP_OF_TASK,
-        PLANNED.titled("Peak GiB, planned / measured"),
+        col.SPEEDUP_OF_TASK,
+        col.PLANNED.titled("Peak GiB, planned / measured"),
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no run about pictures is completed yet")

@@ -4,21 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 
-from common.reporting.columns import (
-    COMMAND,
-    DEVICES,
-    FIGURES,
-    MACHINE,
-    MEAN_TIME,
-    MODEL_ID,
-    NO_BASELINE,
-    PLANNED,
-    SEEDS,
-    SPEEDUP_OF_TASK,
-    Column,
-    Table,
-    in_percent,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, in_percent
 from common.reporting.rows import Metric, Row, clock, in_order, kind_name, kind_of, settings_of_task, waiting_for_task
 from common.reporting.screen import brief
 
@@ -46,7 +33,7 @@ def _changed(title: str, name: str, form: Callable[[float], str]) -> Column:
         before = [run["quality"]["before"][name] for run in row["seeds"]]
         return "no facts" if None in before else f"{form(fmean(before))} to {after.cell(row)}"
 
-    return Column(title, value, missing=NO_BASELINE)
+    return Column(title, value, missing=col.NO_BASELINE)
 
 
 def _reference_time(row: Row) -> str:
@@ -65,12 +52,12 @@ WORDS = _changed("Words", "words", "{:.1f}".format)
 TABLES = {
     "preferences-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, FIGURES, MODEL_ID, DEVICES, SEEDS, ACCURACY, REWARD, DATES, FACTS, WORDS,
-         Column("Reference", _reference_time), MEAN_TIME, SPEEDUP_OF_TASK, PLANNED, COMMAND),
+        (SETTING, col.FIGURES, col.MODEL_ID, col.DEVICES, col.SEEDS, ACCURACY, REWARD, DATES, FACTS, WORDS,
+         Column("Reference", _reference_time), col.MEAN_TIME, col.SPEEDUP_OF_TASK, col.PLANNED, col.COMMAND),
     ),
     "preferences-front": Table(
         settings,
-        (MODEL_ID, MACHINE, SETTING, SEEDS, ACCURACY, DATES, FACTS, MEAN_TIME.titled("Time")),
+        (col.MODEL_ID, col.MACHINE, SETTING, col.SEEDS, ACCURACY, DATES, FACTS, col.MEAN_TIME.titled("Time")),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
@@ -84,8 +71,8 @@ ON_SCREEN = Table(
         DATES,
         FACTS.titled("Facts"),
         WORDS,
-        MEAN_TIME.titled("Time"),
-        PLANNED.titled("Peak GiB, planned / measured"),
+        col.MEAN_TIME.titled("Time"),
+        col.PLANNED.titled("Peak GiB, planned / measured"),
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no run on pairs of answers is completed yet")

@@ -10,22 +10,9 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
+from common.reporting import columns as col
 from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, ROWS, SPEED, WHERE
-from common.reporting.columns import (
-    EPOCHS,
-    FACTS,
-    FACTS_BEFORE,
-    FIGURES,
-    LOSS,
-    MINILM,
-    MINILM_BEFORE,
-    PLANNED,
-    SCORE,
-    SCORE_BEFORE,
-    SEED,
-    Column,
-    Table,
-)
+from common.reporting.columns import Column, Table
 from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
 from common.reporting.rows import (
     FULL,
@@ -79,10 +66,23 @@ def _loss_of_original_base(row: Row) -> float | None:
 
 NAME = Column("Approach", _name)
 QUALITY = (
-    *(NAME, SEED, SCORE, FACTS, LOSS, *WHERE, EPOCHS, ROWS, SCORE_BEFORE, MINILM_BEFORE, MINILM, FACTS_BEFORE),
-    _of_original_base("MiniLM", replace(MINILM, value="quality.after_original_base.similarity_score_minilm")),
+    *(
+        NAME,
+        col.SEED,
+        col.SCORE,
+        col.FACTS,
+        col.LOSS,
+        *WHERE,
+        col.EPOCHS,
+        ROWS,
+        col.SCORE_BEFORE,
+        col.MINILM_BEFORE,
+        col.MINILM,
+        col.FACTS_BEFORE,
+    ),
+    _of_original_base("MiniLM", replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")),
     _of_original_base("facts said", FACTS_OF_ORIGINAL_BASE),
-    _of_original_base("validation loss", replace(LOSS, value=_loss_of_original_base)),
+    _of_original_base("validation loss", replace(col.LOSS, value=_loss_of_original_base)),
 )
 BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
 
@@ -176,7 +176,7 @@ TABLES = {
             _gib("Saved (GiB)", lambda row: row["lora_gib"] - row["qlora_gib"]),
             Column("LoRA fits", lambda row: row.get("lora_fits", "-")),
             Column("QLoRA fits", lambda row: row.get("qlora_fits", "-")),
-            FIGURES,
+            col.FIGURES,
         ),
     ),
     # full fine-tuning, LoRA and QLoRA on the same rows and seeds: mean, and range
@@ -188,12 +188,12 @@ TABLES = {
             Column("Seeds", lambda row: ", ".join(str(run["config"]["seed"]) for run in row["seeds"])),
             Column("Learning rate", "config.learning_rate", "{:g}"),
             Column("Trained weights", "trained_parameters", "{:,}"),
-            replace(LOSS, over_seeds=True),
-            replace(FACTS, format="{:.1%}", over_seeds=True),
-            replace(MINILM, title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
+            replace(col.LOSS, over_seeds=True),
+            replace(col.FACTS, format="{:.1%}", over_seeds=True),
+            replace(col.MINILM, title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
             Column("Training time", lambda row: " / ".join(clock(run["train_time_s"]) for run in row["seeds"])),
-            PLANNED,
-            FIGURES,
+            col.PLANNED,
+            col.FIGURES,
         ),
     ),
 }

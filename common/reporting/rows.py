@@ -74,10 +74,10 @@ ANSWER_METRICS = (
 
 
 def result_files(*folders: Path) -> list[Path]:
-    """Return the files of the records of the last runs that wrote into these `results` folders."""
+    """Return the files of the records of the last runs in these `results` folders; none given: of all run folders."""
     return [
         run / RECORD_NAME
-        for folder in folders
+        for folder in folders or sorted(REPOSITORY.glob("*/run_*/results"))
         for run in sorted(folder.glob("*"))
         if not SET_ASIDE.fullmatch(run.name)
         if os.path.lexists(run / RECORD_NAME)  # a link that leads nowhere is to be named, too
@@ -85,19 +85,14 @@ def result_files(*folders: Path) -> list[Path]:
 
 
 def results_in(*folders: Path) -> list[Record]:
-    """Return the records of the last runs that wrote into these `results` folders."""
+    """Return the records of the last runs in these `results` folders; none given: of all run folders."""
     return [record for _, record in records_in(result_files(*folders))]
-
-
-def results_folders() -> list[Path]:
-    """Return where the runs of each run folder write."""
-    return sorted(REPOSITORY.glob("*/run_*/results"))
 
 
 def results_of_this_machine() -> list[Record]:
     """Return the records of the last runs in every run folder, whether kept or not."""
     return sorted(
-        results_in(*results_folders()),
+        results_in(),
         key=lambda run: (run["run_folder"], run["config"].get("per_device_train_batch_size", 0), run["run_name"]),
     )
 
@@ -144,17 +139,6 @@ def own_tables(task: Task) -> ModuleType:
     return resolve_name(task.reporting)
 
 
-def all_own_tables() -> list[ModuleType]:
-    """Return all such modules, in the order of the tasks."""
-    return [own_tables(task) for task in TASKS.values() if task.has_own_tables]
-
-
-def loss_per(record: Record) -> str:
-    """Return what the loss of a run's task is a mean over."""
-    task = TASKS.get(task_of(record))
-    return task.loss_per if task else Task.loss_per
-
-
 def metrics_of(record: Record) -> tuple[Metric, ...]:
     """Return how good the answers of a run's task are; a task from outside has those of chats."""
     task = TASKS.get(task_of(record))
@@ -196,15 +180,15 @@ def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> l
 def in_order(records: Iterable[Record], reporting: str) -> list[Record]:
     """Return a task's completed runs in the order of folders and settings, each control after its setting."""
     order = list(product(TECHNIQUES, PARALLELISMS))
-
-    def place(record: Record) -> tuple[Any, ...]:
-        config = record["config"]
-        return (
-            record["run_folder"], order.index(kind_of(record)), config["micro_batches"],
-            config.get("exchange_answers", False),
-        )  # fmt: skip
-
-    return sorted(completed(records, reporting=reporting), key=place)
+    return sorted(
+        completed(records, reporting=reporting),
+        key=lambda record: (
+            record["run_folder"],
+            order.index(kind_of(record)),
+            record["config"]["micro_batches"],
+            record["config"].get("exchange_answers", False),
+        ),
+    )
 
 
 def with_seeds(runs: Iterable[Record]) -> list[Row]:
@@ -218,16 +202,15 @@ def with_seeds(runs: Iterable[Record]) -> list[Row]:
     return [{**group[0], "seeds": group} for group in seeds]
 
 
-def by_commands(runs: Iterable[Record]) -> list[Record]:
-    """Return the runs that a command started; those of a notebook are left to it."""
-    return [run for run in runs if run["launcher"] in ("python", "torchrun", "acclaunch")]
-
-
 def settings_of_task(records: list[Record], reporting: str) -> list[Row]:
-    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline"."""
+    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline".
+
+    Runs of a notebook are left to it.
+    """
+    by_command = [run for run in in_order(records, reporting) if run["launcher"] in ("python", "torchrun", "acclaunch")]
     return [
         {**row, "baseline": row if PARALLELISMS[row["parallel"]].is_single else baseline_of(row, records, STRONG)}
-        for row in with_seeds(by_commands(in_order(records, reporting)))
+        for row in with_seeds(by_command)
     ]
 
 
@@ -434,11 +417,6 @@ def device_of(row: Row) -> str:
 def devices_of(row: Row) -> str:
     """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
     return f"{device_name(row)} x{row['config']['devices']}"
-
-
-def short_devices_of(row: Row) -> str:
-    """Return `AMD EPYC x2`: the same as `devices_of`, where the single thread of a CPU device goes without saying."""
-    return devices_of(row).replace(", 1 thread x", " x")
 
 
 # -- times

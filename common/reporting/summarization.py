@@ -15,26 +15,8 @@ from common.planning.plans import Plan, job_of_run, make_plan
 from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
-from common.reporting.columns import (
-    COMMAND,
-    DEVICE_COUNT,
-    DEVICES,
-    FIGURES,
-    LOSS,
-    MACHINE,
-    MEAN_TIME,
-    MODEL,
-    NO_BASELINE,
-    PLANNED,
-    SEEDS,
-    SHORT_DEVICES,
-    SHORT_FIGURES,
-    STEPS,
-    TIME,
-    TOKENS_PER_S,
-    Column,
-    Table,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table
 from common.reporting.rows import (
     NOT_RUN,
     Metric,
@@ -114,23 +96,18 @@ def _over_links(records: list[Record]) -> list[Row]:
     return [{**run, "after_s": after_s.get(run["config"]["link"])} for run in runs]
 
 
-def _before_and_after(title: str, before: Column, after: Column) -> Column:
-    return Column(title, lambda row: row["quality"] and f"{before.cell(row)} -> {after.cell(row)}")
-
-
-def _rouge(name: str, title: str) -> Column:
-    return _before_and_after(
-        f"{title} before -> after",
-        Column(title, f"quality.before.{name}", "{:.3f}", missing=NO_BASELINE),
-        Column(title, f"quality.after.{name}", "{:.3f}", over_seeds=True),
-    )
+def _score(title: str, name: str, form: str, over_seeds: bool = True) -> tuple[Column, Column, Column]:
+    """Return the columns of a score before and after training, and of both: `0.49 -> 0.98`."""
+    before = Column(title, f"quality.before.{name}", form, missing=col.NO_BASELINE)
+    after = Column(title, f"quality.after.{name}", form, over_seeds=over_seeds)
+    both = Column(f"{title} before -> after", lambda row: row["quality"] and f"{before.cell(row)} -> {after.cell(row)}")
+    return before, after, both
 
 
 LOOP = Column("Loop", "config.loop", LOOPS.get)
-ROUGE_L_BEFORE = Column("ROUGE-L", "quality.before.rougeL", "{:.3f}", missing=NO_BASELINE)
-ROUGE_L = Column("ROUGE-L", "quality.after.rougeL", "{:.3f}", over_seeds=True)
-EXACT_BEFORE = Column("To the letter", "quality.before.exact_share", "{:.0%}", missing=NO_BASELINE)
-EXACT = Column("To the letter", "quality.after.exact_share", "{:.0%}")
+ROUGE_L_BEFORE, ROUGE_L, ROUGE_L_BOTH = _score("ROUGE-L", "rougeL", "{:.3f}")
+EXACT_BEFORE, EXACT, EXACT_BOTH = _score("To the letter", "exact_share", "{:.0%}", over_seeds=False)
+
 
 # -- published and projected: one machine of four GPUs against four machines of one, in time and bill
 
@@ -251,20 +228,20 @@ TABLES = {
         lambda records: [*_loops(records), *_waiting(records)],
         (
             LOOP,
-            FIGURES,
-            MODEL,
+            col.FIGURES,
+            col.MODEL,
             Column("Devices", _devices),
-            SEEDS,
-            _rouge("rouge1", "ROUGE-1"),
-            _rouge("rouge2", "ROUGE-2"),
-            _rouge("rougeL", "ROUGE-L"),
-            _rouge("rougeLsum", "ROUGE-Lsum"),
-            _before_and_after("To the letter", EXACT_BEFORE, EXACT),
-            LOSS,
-            TIME,
-            TOKENS_PER_S,
-            PLANNED,
-            COMMAND,
+            col.SEEDS,
+            _score("ROUGE-1", "rouge1", "{:.3f}")[-1],
+            _score("ROUGE-2", "rouge2", "{:.3f}")[-1],
+            ROUGE_L_BOTH,
+            _score("ROUGE-Lsum", "rougeLsum", "{:.3f}")[-1],
+            EXACT_BOTH.titled("To the letter"),
+            col.LOSS,
+            col.TIME,
+            col.TOKENS_PER_S,
+            col.PLANNED,
+            col.COMMAND,
         ),
     ),
     # seconds per step over a network, by how gradients are exchanged
@@ -273,10 +250,10 @@ TABLES = {
         (
             Column("Link", "config.link"),
             Column("Gradients are sent", "config.gradient_exchange", EXCHANGES.get),
-            FIGURES,
+            col.FIGURES,
             Column("Machines", lambda row: f"{row['config']['devices']} network namespaces, {devices_of(row)}"),
             Column("Rows per step", "effective_batch_size"),
-            STEPS,
+            col.STEPS,
             Column("Step (s)", step_s, "{:.3f}"),
             Column("Faster than after the backward pass", lambda row: row["after_s"] / step_s(row), "{:.2f}x"),
             Column("Training loss at the end", lambda row: row["training_losses"][-1][1], "{:.4f}"),
@@ -285,19 +262,19 @@ TABLES = {
     "summarization-front": Table(
         _loops,
         (
-            MODEL,
-            MACHINE,
+            col.MODEL,
+            col.MACHINE,
             Column(
                 "Before",
                 lambda row: f"before: ROUGE-L {ROUGE_L_BEFORE.cell(row)}, to the letter {EXACT_BEFORE.cell(row)}",
             ),
             LOOP,
-            DEVICE_COUNT,
+            col.DEVICE_COUNT,
             ROUGE_L,
             EXACT,
-            LOSS.titled("Loss"),
-            TIME.titled("Time"),
-            TOKENS_PER_S.titled("Tokens/s"),
+            col.LOSS.titled("Loss"),
+            col.TIME.titled("Time"),
+            col.TOKENS_PER_S.titled("Tokens/s"),
         ),
         shared=("Model", "Machine", "Before"),
     ),
@@ -308,7 +285,7 @@ TABLES = {
                 "Machines",
                 lambda row: f"{row['fleet'].count} x {row['fleet'].machine.name} ({_gpus(row['fleet'].machine)})",
             ),
-            FIGURES,
+            col.FIGURES,
             Column("Rows per step", _rows_per_step),
             Column(
                 "Text and summary (tokens)",
@@ -345,18 +322,17 @@ TABLES = {
         lambda records: [*published(metric="bill_usd"), *_loops(records)],
         (
             Column("Way", _way),
-            Column("Figures", lambda row: SHORT_FIGURES.cell(row) + (" estimate" if row.get("estimated") else "")),
-            SHORT_DEVICES,
+            Column("Figures", lambda row: col.SHORT_FIGURES.cell(row) + (" estimate" if row.get("estimated") else "")),
+            col.SHORT_DEVICES,
             ROUGE_L,
-            MEAN_TIME,
+            col.MEAN_TIME,
             Column("USD", "bill_usd", "{:.2f}", missing="-"),
         ),
     ),
 }
 ON_SCREEN = Table(
     _loops,
-    (LOOP, DEVICES, _rouge("rougeL", "ROUGE-L"), _before_and_after("To the letter", EXACT_BEFORE, EXACT), LOSS, TIME,
-     TOKENS_PER_S),
-)  # fmt: skip
+    (LOOP, col.DEVICES, ROUGE_L_BOTH, EXACT_BOTH.titled("To the letter"), col.LOSS, col.TIME, col.TOKENS_PER_S),
+)
 results_text = partial(brief, ON_SCREEN, empty="no summarization run is completed yet")
 network_table, cost_table = TABLES["summarization-network"], TABLES["summarization-cost"]

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.base.paths import REPOSITORY
+from common.base.specs import TASKS
 from common.records.store import Record
 from common.reporting import benchmark, chats, findings, full, memory, outcomes, own_data, publications, qlora
 from common.reporting.chats import planner_says, side_by_side
 from common.reporting.columns import Table
 from common.reporting.markdown import WIDEST, as_list, as_markdown
-from common.reporting.rows import NOT_RUN, all_own_tables
+from common.reporting.rows import NOT_RUN, own_tables
 from common.reporting.screen import on_screen
 
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -40,7 +41,8 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More words: docs/glossary.md; details: the folders' readmes."""
 
-MODULES = (benchmark, chats, full, qlora, *all_own_tables(), findings, publications, memory, own_data, outcomes)
+OWN_TABLES = [own_tables(task) for task in TASKS.values() if task.has_own_tables]
+MODULES = (benchmark, chats, full, qlora, *OWN_TABLES, findings, publications, memory, own_data, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 
 

@@ -22,14 +22,13 @@ from common.reporting.columns import PLANNED
 from common.reporting.page_runs import values_of
 from common.reporting.rows import (
     Metric,
-    all_own_tables,
     approach,
     baseline_of,
     clock,
     clock_seconds,
     completed,
 )
-from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
+from common.reporting.tables import OWN_TABLES, TABLES, rendered, side_by_side, with_tables
 
 
 @pytest.fixture
@@ -155,10 +154,10 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
 
 
 def test_modules_of_tasks_have_tables_with_names_of_their_own() -> None:
-    tables = [named for module in all_own_tables() for named in module.TABLES.items()]
+    tables = [named for module in OWN_TABLES for named in module.TABLES.items()]
     assert len(tables) == len(dict(tables))
     assert dict(tables).items() <= TABLES.items()
-    for module in all_own_tables():
+    for module in OWN_TABLES:
         assert module.METRICS
         assert isinstance(module.results_text([]), str)
 
