@@ -6,7 +6,6 @@ Every row is `measured` (from a committed record), `published` (with its source)
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from operator import getitem
 from statistics import fmean
 from typing import Any
 
@@ -35,13 +34,18 @@ NO_BASELINE, NO_FACTS, NO_GPU, OFF = "-", "no facts in the data", "no GPU", "off
 MISSING = object()
 
 
+def _part(value: Any, name: str) -> Any:
+    return value[name] if isinstance(value, dict) else getattr(value, name)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of tables.
 
     Attributes:
         title: Its heading.
-        value: Where the value of a row is found: keys with dots between them ("config.seed"), or a function of the row.
+        value: Where the value of a row is found: keys and attributes with dots between them ("config.seed"), or a
+            function of the row.
         format: How a value is written: a form as of `str.format`, or a function of the value.
         none: What stands where the value is None.
         missing: What stands in a measured row that has no such key, as older records and other settings have not.
@@ -62,8 +66,8 @@ class Column:
     def value_in(self, row: Any, missing: object = None) -> Any:
         """Return the value in a row; `missing` of a run that failed, of another task, or of an older record."""
         try:
-            return self.value(row) if callable(self.value) else reduce(getitem, self.value.split("."), row)
-        except (KeyError, IndexError, TypeError, AttributeError):
+            return self.value(row) if callable(self.value) else reduce(_part, self.value.split("."), row)
+        except (KeyError, IndexError, TypeError, AttributeError, ZeroDivisionError):
             return missing
 
     def written(self, value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -69,27 +69,9 @@ SIZE = (
 )
 
 
-def _of_device(title: str, *parts: str) -> Column:
-    """Return the column of what parts of the memory take on a plan's fullest device."""
-    return Column(title, lambda row: sum(row["device"].parts_gib[part] for part in parts), "{:.1f}")
-
-
-def _fits_on(title: str, gpu: str) -> Column:
-    return Column(title, lambda row: fits(row["device"].safe_gib, gpu))
-
-
-def _held(part: str) -> Column:
-    """Return the column of the bytes that the fullest rank holds of a part, beside what one device would."""
-    key = f"{part}_bytes"
-
-    def shown(held: dict[str, Any]) -> str:
-        return f"{_fullest(held)[key] / MIB:.2f} of {held['whole'][key] / MIB:.2f}"
-
-    return Column(f"{part.capitalize()} (MiB)", "held", shown)
-
-
-def _fullest(held: dict[str, Any]) -> dict[str, int]:
-    return max(held["per_rank"], key=lambda rank: sum(rank.values()))
+def _of_whole(row: Row, key: str) -> str:
+    """Return what the fullest rank holds of a part, beside what one device would."""
+    return f"{row['fullest'][key] / MIB:.2f} of {row['held']['whole'][key] / MIB:.2f}"
 
 
 def _by_collective(sizes: dict[str, int]) -> str:
@@ -210,11 +192,10 @@ def _looked_into(records: list[Record], key: str) -> list[Record]:
     return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 
-def _sent(records: list[Record]) -> list[Row]:
-    return [
-        {**run, "formula_bytes": (run["planned"] or {}).get("sent_bytes") or None}
-        for run in _looked_into(records, "sent")
-    ]
+def _held(records: list[Record]) -> list[Row]:
+    """Return runs in which the bytes were counted that each rank holds between two passes, with the "fullest" rank."""
+    runs = _looked_into(records, "held")
+    return [{**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))} for run in runs]
 
 
 def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:
@@ -287,13 +268,17 @@ TABLES = {
         (
             Column("Trained", "trained"),
             Column("Precision", "precision"),
-            _of_device("Weights (GiB)", "weights"),
+            Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
             Column("Gradients, all together (GiB)", "gradients_gib", "{:.1f}"),
-            _of_device("Optimizer (GiB)", "optimizer"),
-            _of_device("Activations, logits (GiB)", "activations", "logits"),
-            Column("Peak (GiB)", lambda row: row["device"].peak_gib, "{:.1f}"),
-            _fits_on("Fits an A100 80GB", "A100 80GB SXM"),
-            _fits_on("Fits an H200 141GB", "H200 141GB"),
+            Column("Optimizer (GiB)", "device.parts_gib.optimizer", "{:.1f}"),
+            Column(
+                "Activations, logits (GiB)",
+                lambda row: row["device"].parts_gib["activations"] + row["device"].parts_gib["logits"],
+                "{:.1f}",
+            ),
+            Column("Peak (GiB)", "device.peak_gib", "{:.1f}"),
+            Column("Fits an A100 80GB", lambda row: fits(row["device"].safe_gib, "A100 80GB SXM")),
+            Column("Fits an H200 141GB", lambda row: fits(row["device"].safe_gib, "H200 141GB")),
             col.IS_PROJECTED,
         ),
     ),
@@ -326,19 +311,18 @@ TABLES = {
     "sharding-speed": Table(
         _sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, col.CEILING, col.LOSS, *WHERE, *MEMORY)
     ),
-    # bytes that each rank holds between two passes, counted in the runs
     "sharding-held": Table(
-        lambda records: _looked_into(records, "held"),
+        _held,
         (
             KIND,
             col.MODEL,
             Column("Ranks", lambda row: len(row["held"]["per_rank"])),
-            _held("weights"),
-            _held("gradients"),
-            _held("optimizer"),
+            Column("Weights (MiB)", partial(_of_whole, key="weights_bytes")),
+            Column("Gradients (MiB)", partial(_of_whole, key="gradients_bytes")),
+            Column("Optimizer (MiB)", partial(_of_whole, key="optimizer_bytes")),
             Column(
                 "All together",
-                lambda row: sum(_fullest(row["held"]).values()) / sum(row["held"]["whole"].values()),
+                lambda row: sum(row["fullest"].values()) / sum(row["held"]["whole"].values()),
                 "{:.2f} of one device's",
             ),
             col.FIGURES,
@@ -346,14 +330,14 @@ TABLES = {
     ),
     # bytes that a rank sends in a step, counted call by call, beside the formula
     "sharding-traffic": Table(
-        _sent,
+        lambda records: _looked_into(records, "sent"),
         (
             KIND,
             col.MODEL,
             Column("Ranks", lambda row: len(row["world"])),
             Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
-            Column("By the formula", lambda row: row["formula_bytes"] / MIB, "{:.3f}"),
-            Column("Difference", lambda row: row["sent"]["bytes"] / row["formula_bytes"] - 1, "{:+.1%}"),
+            Column("By the formula", lambda row: row["planned"]["sent_bytes"] / MIB, "{:.3f}"),
+            Column("Difference", lambda row: row["sent"]["bytes"] / row["planned"]["sent_bytes"] - 1, "{:+.1%}"),
             Column("Whole tensors, by collective (MiB)", "sent.by_collective", _by_collective),
             col.FIGURES,
         ),
@@ -363,14 +347,14 @@ TABLES = {
         (
             Column("GPUs", "gpus"),
             KIND,
-            Column("Precision", lambda row: row["plan"].job.precision),
+            Column("Precision", "plan.job.precision"),
             Column("Rows per step", "rows_per_step"),
-            _of_device("Weights (GiB)", "weights"),
-            _of_device("Optimizer (GiB)", "optimizer"),
+            Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
+            Column("Optimizer (GiB)", "device.parts_gib.optimizer", "{:.1f}"),
             Column("Peak per GPU (GiB)", lambda row: f"{row['device'].peak_gib:.1f} of {row['gpu'].memory_gib:.1f}"),
-            Column("Fits", lambda row: row["plan"].verdict),
-            Column("A step", lambda row: row["plan"].time.total_s, "{:.1f} s"),
-            Column("Sent per rank and step (GB)", lambda row: row["plan"].time.sent_gb, "{:.1f}"),
+            Column("Fits", "plan.verdict"),
+            Column("A step", "plan.time.total_s", "{:.1f} s"),
+            Column("Sent per rank and step (GB)", "plan.time.sent_gb", "{:.1f}"),
             col.IS_PROJECTED,
         ),
     ),

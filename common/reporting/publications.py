@@ -8,7 +8,7 @@ from statistics import median
 
 from common.base.paths import REPOSITORY
 from common.planning import published_memory
-from common.planning.published_memory import KINDS, LIKELY, Verdicts, errors_of, held_out_points, points_of, verdicts_on
+from common.planning.published_memory import KINDS, LIKELY, errors_of, held_out_points, points_of, verdicts_on
 from common.planning.published_rates import PublishedRate, excluded_rates, published_rates, source_name
 from common.planning.shares import whole_model
 from common.planning.step_speed import peak_tflops, step_flops
@@ -124,23 +124,15 @@ def _excluded_rates(_: list[Record]) -> list[Row]:
 # -- tables
 
 
-def _of_errors(title: str, name: str, form: str) -> Column:
-    return Column(title, lambda row: getattr(row["errors"], name), form)
-
-
-def _of_verdicts(title: str, value_of: Callable[[Verdicts], int]) -> Column:
-    return Column(title, lambda row: value_of(row["verdicts"]))
-
-
 def _of_ratios(title: str, value_of: Callable[[Sequence[float]], object], form: str) -> Column:
     return Column(title, lambda row: value_of([rate.ratio for rate in row["rates"]]), form)
 
 
 RATE = (
-    Column("Run", lambda rate: rate.label),
-    Column("Rate", lambda rate: rate.tokens_per_s, "{:,.0f}"),
-    Column("Planned", lambda rate: rate.planned, "{:,.0f}"),
-    Column("Ratio", lambda rate: rate.ratio, "{:.2f}"),
+    Column("Run", "label"),
+    Column("Rate", "tokens_per_s", "{:,.0f}"),
+    Column("Planned", "planned", "{:,.0f}"),
+    Column("Ratio", "ratio", "{:.2f}"),
 )
 PAGE = Column("Page", lambda rate: rate.where.rpartition("/")[2])
 RATES_BY_SOURCE = {
@@ -154,10 +146,10 @@ TABLES = {
         (
             Column("Source", "source"),
             Column("Figure", "figure"),
-            _of_errors("Points", "figures", "{}"),
-            _of_errors("Mean error", "mean", "{:.1%}"),
-            _of_errors("Bias", "bias", "{:+.1%}"),
-            _of_errors("Within 15 %", "within_15", "{:.0%}"),
+            Column("Points", "errors.figures"),
+            Column("Mean error", "errors.mean", "{:.1%}"),
+            Column("Bias", "errors.bias", "{:+.1%}"),
+            Column("Within 15 %", "errors.within_15", "{:.0%}"),
             Column("Use", "use"),
         ),
     ),
@@ -165,12 +157,12 @@ TABLES = {
         _verdicts,
         (
             Column("Runs", "runs"),
-            _of_verdicts("fitted", lambda found: found.ran),
-            _of_verdicts("of these yes", lambda found: found.ran - found.tight - found.refused),
-            _of_verdicts("tight", lambda found: found.tight),
-            _of_verdicts("no", lambda found: found.refused),
-            _of_verdicts("ran out of memory", lambda found: found.ran_out),
-            _of_verdicts("of these said to fit", lambda found: found.false_fits),
+            Column("fitted", "verdicts.ran"),
+            Column("of these yes", lambda row: row["verdicts"].ran - row["verdicts"].tight - row["verdicts"].refused),
+            Column("tight", "verdicts.tight"),
+            Column("no", "verdicts.refused"),
+            Column("ran out of memory", "verdicts.ran_out"),
+            Column("of these said to fit", "verdicts.false_fits"),
         ),
     ),
     "published-excluded": Table(

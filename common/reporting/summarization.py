@@ -291,7 +291,7 @@ TABLES = {
                 "Text and summary (tokens)",
                 lambda row: f"{row['fleet'].batch.length:,} and {row['fleet'].batch.target_length:,}",
             ),
-            Column("Network", lambda row: row["plan"].cluster.slowest_link.name),
+            Column("Network", "plan.cluster.slowest_link.name"),
             Column(
                 "Peak per GPU (GiB)",
                 lambda row: f"{row['plan'].devices[0].peak_gib:.1f} of {row['plan'].cluster.gpus[0].memory_gib:.1f}",
@@ -305,17 +305,17 @@ TABLES = {
     "summarization-machines": Table(
         _machines,
         (
-            Column("Machine", lambda row: row["machine"].name),
+            Column("Machine", "machine.name"),
             Column("GPUs", lambda row: _gpus(row["machine"])),
             Column("Speed", "speed"),
             Column(
                 "Network, always / at most (Gbit/s)",
                 lambda row: f"{row['machine'].network_gbit:g} / {row['machine'].peak_gbit:g}",
             ),
-            Column("Published", lambda row: row["machine"].network_source),
-            Column("USD per hour", lambda row: row["machine"].usd_per_hour, "{:g}"),
-            Column("Price of", lambda row: row["machine"].price_date),
-            Column("Price's source", lambda row: row["machine"].price_source),
+            Column("Published", "machine.network_source"),
+            Column("USD per hour", "machine.usd_per_hour", "{:g}"),
+            Column("Price of", "machine.price_date"),
+            Column("Price's source", "machine.price_source"),
         ),
     ),
     "found 3.2": Table(
