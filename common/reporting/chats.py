@@ -28,7 +28,6 @@ from common.reporting.rows import (
     WEAK,
     Row,
     beside_one_device,
-    clock,
     completed,
     copies_of,
     data_parallel_ranks,
@@ -184,7 +183,7 @@ TABLES = {
     "master": Table(
         completed,
         (
-            Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
+            col.TECHNIQUE,
             Column("Settings", _unusual),
             col.MODEL,
             Column(
@@ -290,7 +289,7 @@ def _updated(row: Row) -> float | None:
 
 
 SIDE_BY_SIDE = (
-    Column("approach", lambda row: kind_name(*kind_of(row))),
+    col.KIND.titled("approach"),
     col.DEVICES.titled("devices"),
     Column("rows per device and step", "config.per_device_train_batch_size", int),
     Column("effective batch size", "effective_batch_size", int),
@@ -306,7 +305,7 @@ SIDE_BY_SIDE = (
     col.FACTS_BEFORE.titled("facts said before"),
     col.FACTS.titled("facts said after"),
     col.LOSS.titled("lowest validation loss"),
-    Column("training time", "train_time_s", clock),
+    col.WHOLE_TIME.titled("training time"),
     col.REPORTING.titled("of that, validation and checkpoints"),
     col.TOKENS_PER_S.titled("tokens per second"),
     col.PEAK.titled("peak memory per device (GiB)"),

@@ -3,7 +3,7 @@
 from functools import partial
 from itertools import product
 
-from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting import columns as col
 from common.reporting.columns import Column, Table
@@ -121,7 +121,7 @@ TABLES = {
     "classification-front": Table(
         settings,
         (
-            Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
+            col.TECHNIQUE,
             col.MODEL_ID,
             Column("Epochs", "config.num_train_epochs", "{} epochs"),
             col.MACHINE,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from common.base.specs import TECHNIQUES
 from common.hardware.devices import gpu_of_device
 from common.records.store import Record
 from common.reporting.rows import (
@@ -25,6 +26,8 @@ from common.reporting.rows import (
     device_of,
     devices_of,
     first_device,
+    kind_name,
+    kind_of,
     model_of,
     published,
     waiting,
@@ -195,6 +198,8 @@ def memory_needed(row: Row) -> str:
 
 
 APPROACH = Column("Approach", approach)
+KIND = Column("Approach", lambda row: kind_name(*kind_of(row)))
+TECHNIQUE = Column("Technique", lambda row: TECHNIQUES[row["technique"]].title)
 FIGURES = Column("Figures", lambda row: row.get("figures", "measured"))
 SHORT_FIGURES = Column("Figures", lambda row: row.get("figures", "measured").partition(":")[0])
 IS_PROJECTED = Column("Figures", lambda _: PROJECTED)
@@ -239,6 +244,7 @@ UPDATED_SHARE = Column("Weights that a step changes", "updated_share", "{:.0%}")
 
 STEPS = Column("Steps", "steps")
 TIME = Column("Training time", training_time)
+WHOLE_TIME = Column("Training time", "train_time_s", clock)
 MEAN_TIME = Column("Training time", mean_time_s, clock)
 REPORTING = Column("Of that, validation and checkpoints", "reporting_s", clock)
 TOKENS_PER_S = Column("Tokens per second", "tokens_per_s", "{:,.0f}")

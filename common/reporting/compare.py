@@ -18,6 +18,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
+from common.reporting import columns as col
 from common.reporting.columns import NO_BASELINE, OFF, Column
 from common.reporting.rows import (
     Metric,
@@ -25,7 +26,6 @@ from common.reporting.rows import (
     clock,
     first_device,
     metrics_of,
-    model_of,
     result_files,
     step_s,
     task_of,
@@ -56,16 +56,16 @@ def _questions(run: Record) -> int | None:
 
 QUALITY = (
     Column("best validation accuracy (higher is better)", "best_accuracy", "{:.4f}"),
-    Column("lowest validation loss (lower is better)", "best_validation_loss", "{:.4f}"),
+    col.LOSS.titled("lowest validation loss (lower is better)"),
 )
 TIME = (
     Column("status", "status"),
-    Column("optimizer steps", "steps"),
+    col.STEPS.titled("optimizer steps"),
     Column("rows per step", "effective_batch_size"),
-    Column("training time", "train_time_s", clock),
-    Column("of that, validation and checkpoints", "reporting_s", clock),
+    col.WHOLE_TIME.titled("training time"),
+    col.REPORTING.titled("of that, validation and checkpoints"),
     Column("step (s)", step_s, "{:.3f}"),
-    Column("tokens per second", "tokens_per_s", "{:,.0f}"),
+    col.TOKENS_PER_S.titled("tokens per second"),
     Column("whole run", lambda run: sum(run["phases_s"].values()), clock),
     Column("bill (USD)", "cost.usd", "{:.2f}"),
 )
@@ -84,10 +84,10 @@ WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
     Column("number of test questions", _questions),
-    Column("model", model_of),
+    col.MODEL.titled("model"),
     Column("machine", first_device),
     Column("threads of a device", "environment.threads_per_rank"),
-    Column("seed", "config.seed"),
+    col.SEED.titled("seed"),
 )
 """Where runs differ in one of these, quality or time cannot be put down to the settings."""
 

@@ -35,7 +35,6 @@ from common.reporting.rows import (
     clock,
     completed,
     copies_of,
-    kind_name,
     kind_of,
     model_of,
     not_run,
@@ -61,7 +60,6 @@ def _without(columns: tuple[Column, ...], *left_out: Column) -> tuple[Column, ..
 FULL_QUALITY = _without(QUALITY, col.LEARNING_RATE, col.SHUFFLED_MINILM, col.SHUFFLED)
 SHARDED_QUALITY = _without(QUALITY, col.SCORE_TUNED, col.SHUFFLED_MINILM, col.SHUFFLED)
 AGAINST_ONE_DEVICE = col.SPEEDUP.titled("Against one device")
-KIND = Column("Approach", lambda row: kind_name(*kind_of(row)))
 A_STEP = Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row)))
 SIZE = (
     Column("Model", lambda row: f"{model_of(row)}, {row['trained_parameters'] / 1e6:.1f}M trained"),
@@ -258,7 +256,7 @@ TABLES = {
             col.UPDATED_SHARE,
             col.LOSS,
             col.FACTS,
-            Column("Training time", "train_time_s", clock),
+            col.WHOLE_TIME,
             col.FIGURES,
             col.COMMAND,
         ),
@@ -314,7 +312,7 @@ TABLES = {
     "sharding-held": Table(
         _held,
         (
-            KIND,
+            col.KIND,
             col.MODEL,
             Column("Ranks", lambda row: len(row["held"]["per_rank"])),
             Column("Weights (MiB)", partial(_of_whole, key="weights_bytes")),
@@ -332,7 +330,7 @@ TABLES = {
     "sharding-traffic": Table(
         lambda records: _looked_into(records, "sent"),
         (
-            KIND,
+            col.KIND,
             col.MODEL,
             Column("Ranks", lambda row: len(row["world"])),
             Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
@@ -346,7 +344,7 @@ TABLES = {
         _parallelisms_on_gpus,
         (
             Column("GPUs", "gpus"),
-            KIND,
+            col.KIND,
             Column("Precision", "plan.job.precision"),
             Column("Rows per step", "rows_per_step"),
             Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),

@@ -9,7 +9,7 @@ from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records
 from common.reporting import columns as col
 from common.reporting.columns import Column, Table
-from common.reporting.rows import Kind, Row, completed, kind_name, kind_of
+from common.reporting.rows import Kind, Row, completed, kind_of
 
 
 def study_runs() -> list[Record]:
@@ -60,7 +60,6 @@ def _best_step(row: Row) -> int:
     return min(row["validation_losses"], key=lambda point: point[1])[0]
 
 
-APPROACH = Column("Approach", lambda row: kind_name(*kind_of(row)))
 QUALITY = (
     replace(col.FACTS, over_seeds=True),
     replace(col.SCORE, title="Score", over_seeds=True),
@@ -70,7 +69,7 @@ TABLES = {
     "own-data-rows": Table(
         _by_rows,
         (
-            APPROACH,
+            col.KIND,
             Column("Rows", "config.train_rows"),
             Column("Passes", _passes, "{:.0f}"),
             Column("Test facts in them", _taught_share, "{:.0%}"),
@@ -79,6 +78,6 @@ TABLES = {
         ),
     ),
     "own-data-learning-rates": Table(
-        _by_learning_rate, (APPROACH, Column("Learning rate", "config.learning_rate", "{:g}"), *QUALITY)
+        _by_learning_rate, (col.KIND, Column("Learning rate", "config.learning_rate", "{:g}"), *QUALITY)
     ),
 }

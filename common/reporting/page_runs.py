@@ -11,10 +11,11 @@ from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
+from common.reporting import columns as col
 from common.reporting.columns import Column
 from common.reporting.compare import NAMES, settings_of
 from common.reporting.memory import compared_by_phase
-from common.reporting.rows import Metric, device_of, metrics_of, model_of, task_of
+from common.reporting.rows import Metric, metrics_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
@@ -72,14 +73,14 @@ VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
     "parallel": Column("Parallelism", lambda record: PARALLELISMS[record["parallel"]].label),
-    "devices": Column("Devices", "config.devices"),
-    "device": Column("Device", device_of),
+    "devices": col.DEVICE_COUNT,
+    "device": col.MACHINE,
     "task": Column("Task", task_of),
-    "model": Column("Model", model_of),
+    "model": col.MODEL,
     "data": Column("Data", lambda record: Path(record["config"]["data"]).name),
     "precision": Column("Precision", "config.precision"),
     "rows_per_step": Column("Rows per step", "effective_batch_size"),
-    "seed": Column("Seed", "config.seed"),
+    "seed": col.SEED,
     "minutes": Column("Training (min)", lambda record: round(record["train_time_s"] / 60, 2)),
     "tokens_per_s": Column("Tokens/s", lambda record: round(record["tokens_per_s"])),
     "peak_gib": Column("Tensors (GiB)", _tensors_gib),

@@ -10,8 +10,6 @@ from common.reporting.rows import (
     ANSWER_METRICS,
     Row,
     clock,
-    kind_name,
-    kind_of,
     settings_of_task,
     waiting_for_task,
 )
@@ -48,7 +46,7 @@ def _by_kind(records: list[Record]) -> list[Row]:
     ]
 
 
-SETTING = Column("Setting", lambda row: kind_name(*kind_of(row)))
+SETTING = col.KIND.titled("Setting")
 BEFORE = _share("Right before", "before.facts_said_share")
 COMMONEST = _share("Commonest answer", "after.commonest_facts_said_share")
 AFTER = _share("Right after", "after.facts_said_share")

@@ -27,8 +27,6 @@ from common.reporting.rows import (
     clock,
     completed,
     devices_of,
-    kind_name,
-    kind_of,
     not_run,
     waiting,
 )
@@ -183,7 +181,7 @@ TABLES = {
     "best-good-ok": Table(
         _techniques,
         (
-            Column("Approach", lambda row: kind_name(*kind_of(row))),
+            col.KIND,
             Column("Often said", "said"),
             Column("Seeds", lambda row: ", ".join(str(run["config"]["seed"]) for run in row["seeds"])),
             Column("Learning rate", "config.learning_rate", "{:g}"),
