@@ -51,35 +51,39 @@ def _peaks(row: Row) -> str:
     return " / ".join(NOT_RUN if peak is None else f"{peak:.2f}" for peak in peaks)
 
 
-def _interval(name: str) -> Column:
-    def value(row: Row) -> str:
-        after = row["quality"]["after"]
-        return "{:.4f} ({:.3f} to {:.3f})".format(after[name], *after[f"{name}_interval"])
-
-    return Column(f"Test {name.replace('_f1', '-F1')} (95 % interval)", value)
+def _with_interval(row: Row, score: str) -> str:
+    after = row["quality"]["after"]
+    return "{:.4f} ({:.3f} to {:.3f})".format(after[score], *after[f"{score}_interval"])
 
 
-def _of_ceiling_or_pipeline(title: str, of_ceiling: str, of_pipeline: str, form: str) -> Column:
-    """Return a column of the speed-up that the machine and the bubble allow, or of the share of it that was reached.
+def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> float | None:
+    """Return the speed-up that the machine and the bubble allow, or the share of it that was reached.
 
     Both were measured in the run itself, in turn on the same batches: a machine's speed may be another one an hour
     later, when one device had its turn. With DDP it is the step of ranks that do not synchronize over that of ranks
     that do; a pipeline's is of its passes over naive model parallel's (2.7).
     """
-
-    def value(row: Row) -> float | None:
-        ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
-        return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
-
-    return Column(title, value, form, none="-")
+    ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
+    return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
 
 
 SETTING = Column("Setting", lambda row: setting_name(*kind_of(row), row["config"].get("micro_batches")))
 BEST = Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True)
 PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
-ACCURACY, MACRO_F1 = _interval("accuracy"), _interval("macro_f1")
-ALLOWED = _of_ceiling_or_pipeline("Allowed by machine and bubble", "strong", "allowed_speedup", "{:.2f}x")
-SHARE = _of_ceiling_or_pipeline("Share of allowed, steps alone", "reached", "share_of_allowed", "{:.2f}")
+ACCURACY = Column("Test accuracy (95 % interval)", partial(_with_interval, score="accuracy"))
+MACRO_F1 = Column("Test macro-F1 (95 % interval)", partial(_with_interval, score="macro_f1"))
+ALLOWED = Column(
+    "Allowed by machine and bubble",
+    partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"),
+    "{:.2f}x",
+    none="-",
+)
+SHARE = Column(
+    "Share of allowed, steps alone",
+    partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"),
+    "{:.2f}",
+    none="-",
+)
 
 
 def _waiting(records: list[Record]) -> list[Row]:

@@ -82,7 +82,8 @@ class Column:
         runs = row.get("seeds", [row]) if self.over_seeds else [row]
         values = [self.value_in(run, MISSING) for run in runs]
         if MISSING in values:
-            return row["status"] if row["status"] in (NOT_RUN, NOT_PUBLISHED) else self.missing
+            status = row.get("status")
+            return status if status in (NOT_RUN, NOT_PUBLISHED) else self.missing
         if None in values:
             return self.none
         if len(values) == 1:

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
@@ -74,125 +75,29 @@ FAULTS = {
     46: "control tokens in a text",
     47: "a base whose answers end with another token than its tokenizer's",
 }
-FAULT_FIGURES = {
-    "noticed_s": ("Noticed", "{:.1f}"),
-    "ended_s": ("Ended", "{:.1f}"),
-    "lost_steps": ("Steps", "{}"),
-    "lost_minutes": ("Min", "{:.2f}"),
-    "held_up_s": ("Save", "{:.2f}"),
-}
-"""Where a row has a figure, the heading of its column, and how it is written."""
 ELSEWHERE = (
-    {
-        "fault": 3,
-        "technique": "all",
-        "outcome": "the previous checkpoint is used: a checkpoint gets its name when it is complete",
-        "test": "tests/unit/test_training.py",
-    },
-    {
-        "fault": 11,
-        "technique": "single",
-        "outcome": "not noticed, as no other process watches; SIGCONT resumes",
-        "test": "common/runtime/watch.py",
-    },
-    {
-        "fault": 13,
-        "technique": "machines",
-        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for the listener",
-        "test": "docs/several_machines.md",
-    },
-    {
-        "fault": 14,
-        "technique": "machines",
-        "outcome": "ends in time, with the address",
-        "test": "tests/network/test_machines.py",
-    },
-    {
-        "fault": 26,
-        "technique": "mp, pp",
-        "outcome": "refused before anything is loaded",
-        "test": "tests/unit/test_device_maps.py",
-    },
-    {
-        "fault": 27,
-        "technique": "all",
-        "outcome": "refused at once, with the command that fetches it",
-        "test": "tests/unit/test_models.py",
-    },
-    {
-        "fault": 36,
-        "technique": "all",
-        "outcome": "refused; nothing is moved or removed",
-        "test": "tests/unit/test_files_of_others.py",
-    },
-    {
-        "fault": 37,
-        "technique": "all",
-        "outcome": "nothing listens to them",
-        "test": "tests/unit/test_torchrun.py",
-    },
-    {
-        "fault": 38,
-        "technique": "all",
-        "outcome": "a sentence and a record; it resumes",
-        "test": "tests/faults/test_processes.py",
-    },
-    {
-        "fault": 39,
-        "technique": "all",
-        "outcome": "refused before anything starts",
-        "test": "tests/unit/test_torchrun.py",
-    },
-    {
-        "fault": 40,
-        "technique": "all",
-        "outcome": "refused before a model loads",
-        "test": "tests/unit/test_bad_settings.py",
-    },
-    {
-        "fault": 41,
-        "technique": "all",
-        "outcome": "refused in one sentence, or trained",
-        "test": "tests/faults/test_fuzzed.py",
-    },
-    {
-        "fault": 42,
-        "technique": "all",
-        "outcome": "read, or refused with what to do",
-        "test": "tests/unit/test_files_of_users.py",
-    },
-    {
-        "fault": 43,
-        "technique": "all",
-        "outcome": "refused within its first part",
-        "test": "tests/unit/test_files_of_users.py",
-    },
-    {
-        "fault": 44,
-        "technique": "all",
-        "outcome": "named and left out",
-        "test": "tests/unit/test_records.py",
-    },
-    {
-        "fault": 45,
-        "technique": "all",
-        "outcome": "shown as text",
-        "test": "tests/unit/test_inert.py",
-    },
-    {
-        "fault": 46,
-        "technique": "all",
-        "outcome": "learnt as text, or refused, and counted",
-        "test": "tests/unit/test_learnt_as_meant.py",
-    },
-    {
-        "fault": 47,
-        "technique": "all",
-        "outcome": "learnt from the chat template",
-        "test": "tests/unit/test_answer_ends.py",
-    },
-)
-"""Faults whose tests measure no time."""
+    (3, "all", "the previous checkpoint is used: a checkpoint gets its name when it is complete",
+     "tests/unit/test_training.py"),
+    (11, "single", "not noticed, as no other process watches; SIGCONT resumes", "common/runtime/watch.py"),
+    (13, "machines", "on one machine torchrun needs none, and others choose one; on several it waits for the listener",
+     "docs/several_machines.md"),
+    (14, "machines", "ends in time, with the address", "tests/network/test_machines.py"),
+    (26, "mp, pp", "refused before anything is loaded", "tests/unit/test_device_maps.py"),
+    (27, "all", "refused at once, with the command that fetches it", "tests/unit/test_models.py"),
+    (36, "all", "refused; nothing is moved or removed", "tests/unit/test_files_of_others.py"),
+    (37, "all", "nothing listens to them", "tests/unit/test_torchrun.py"),
+    (38, "all", "a sentence and a record; it resumes", "tests/faults/test_processes.py"),
+    (39, "all", "refused before anything starts", "tests/unit/test_torchrun.py"),
+    (40, "all", "refused before a model loads", "tests/unit/test_bad_settings.py"),
+    (41, "all", "refused in one sentence, or trained", "tests/faults/test_fuzzed.py"),
+    (42, "all", "read, or refused with what to do", "tests/unit/test_files_of_users.py"),
+    (43, "all", "refused within its first part", "tests/unit/test_files_of_users.py"),
+    (44, "all", "named and left out", "tests/unit/test_records.py"),
+    (45, "all", "shown as text", "tests/unit/test_inert.py"),
+    (46, "all", "learnt as text, or refused, and counted", "tests/unit/test_learnt_as_meant.py"),
+    (47, "all", "learnt from the chat template", "tests/unit/test_answer_ends.py"),
+)  # fmt: skip
+"""Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
@@ -228,13 +133,8 @@ def _largest(cases: pd.DataFrame) -> str:
 def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
     """Return the table of the families that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
     headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
-
-    def select(_: list[Record]) -> list[Row]:
-        return [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()]
-
-    return Table(
-        select, [Column(header, lambda row, key=key: row.get(key, elsewhere)) for key, header in headers.items()]
-    )
+    columns = [Column(header, itemgetter(key), missing=elsewhere) for key, header in headers.items()]
+    return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
 def _compared_with_llama_cpp(_: list[Record]) -> list[Row]:
@@ -262,12 +162,13 @@ def _other_faults(_: list[Record]) -> list[Row]:
 
 
 def _known_faults() -> list[Outcome]:
-    return sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
+    elsewhere = [dict(zip(("fault", "technique", "outcome", "test"), row, strict=True)) for row in ELSEWHERE]
+    return sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=lambda row: row["fault"])
 
 
 def _with_figures() -> set[object]:
     """Return the numbers of the faults that have a figure with some technique."""
-    return {row["fault"] for row in _known_faults() if any(row.get(key) is not None for key in FAULT_FIGURES)}
+    return {row["fault"] for row in _known_faults() if any(column.value_in(row) is not None for column in FIGURES)}
 
 
 def _tests(rows: Iterable[Outcome]) -> str:
@@ -279,6 +180,13 @@ def _tests(rows: Iterable[Outcome]) -> str:
 
 
 FAULT = Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}")
+FIGURES = (
+    Column("Noticed", "noticed_s", "{:.1f}", none="", missing=""),
+    Column("Ended", "ended_s", "{:.1f}", none="", missing=""),
+    Column("Steps", "lost_steps", none="", missing=""),
+    Column("Min", "lost_minutes", "{:.2f}", none="", missing=""),
+    Column("Save", "held_up_s", "{:.2f}", none="", missing=""),
+)
 TESTS, WITH, OUTCOME = Column("Tests", "tests"), Column("With", "technique"), Column("Outcome", "outcome")
 TABLES = {
     "equivalence": Table(_equivalence),
@@ -293,10 +201,7 @@ TABLES = {
             TESTS,
             WITH,
             OUTCOME,
-            *(
-                Column(title, lambda row, key=key: row.get(key), form, none="")
-                for key, (title, form) in FAULT_FIGURES.items()
-            ),
+            *FIGURES,
         ),
         shared=("Fault", "Tests"),
     ),

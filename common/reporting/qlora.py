@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from common.base.paths import REPOSITORY
@@ -48,13 +48,9 @@ def _name(row: Row) -> str:
     return ", ".join([approach(row), *unusual])
 
 
-def _of_original_base(title: str, column: Column) -> Column:
-    """Return the column of an adapter that was merged into the base before it was quantized."""
-
-    def cell(row: Row) -> str:
-        return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else column.cell(row)
-
-    return Column(f"Original base: {title}", cell)
+def _unless_same_base(row: Row, column: Column) -> str:
+    """Return the cell of an adapter that was merged into the base before it was quantized."""
+    return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else column.cell(row)
 
 
 def _loss_of_original_base(row: Row) -> float | None:
@@ -62,6 +58,8 @@ def _loss_of_original_base(row: Row) -> float | None:
     return row["merged_validation_losses"]["merged_into_original"] if was_evaluated else None
 
 
+MINILM_OF_ORIGINAL_BASE = replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")
+LOSS_OF_ORIGINAL_BASE = replace(col.LOSS, value=_loss_of_original_base)
 NAME = Column("Approach", _name)
 QUALITY = (
     *(
@@ -78,9 +76,9 @@ QUALITY = (
         col.MINILM,
         col.FACTS_BEFORE,
     ),
-    _of_original_base("MiniLM", replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")),
-    _of_original_base("facts said", FACTS_OF_ORIGINAL_BASE),
-    _of_original_base("validation loss", replace(col.LOSS, value=_loss_of_original_base)),
+    Column("Original base: MiniLM", partial(_unless_same_base, column=MINILM_OF_ORIGINAL_BASE)),
+    Column("Original base: facts said", partial(_unless_same_base, column=FACTS_OF_ORIGINAL_BASE)),
+    Column("Original base: validation loss", partial(_unless_same_base, column=LOSS_OF_ORIGINAL_BASE)),
 )
 BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
 
@@ -172,8 +170,8 @@ TABLES = {
             _gib("QLoRA (GiB)", lambda row: row["qlora_gib"]),
             Column("Factor", lambda row: row["lora_gib"] / row["qlora_gib"], "{:.2f}x"),
             _gib("Saved (GiB)", lambda row: row["lora_gib"] - row["qlora_gib"]),
-            Column("LoRA fits", lambda row: row.get("lora_fits", "-")),
-            Column("QLoRA fits", lambda row: row.get("qlora_fits", "-")),
+            Column("LoRA fits", "lora_fits", missing="-"),
+            Column("QLoRA fits", "qlora_fits", missing="-"),
             col.FIGURES,
         ),
     ),
