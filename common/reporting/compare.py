@@ -22,6 +22,7 @@ from common.reporting import columns as col
 from common.reporting.columns import NO_BASELINE, OFF, Column
 from common.reporting.rows import (
     Metric,
+    Row,
     called,
     clock,
     first_device,
@@ -79,7 +80,6 @@ MEMORY = (
     ),
     Column("trained parameters", "trained_parameters", "{:,}"),
 )
-"""The whole run's peak is what is allocated on a GPU, and of a CPU what the process took."""
 WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
@@ -113,44 +113,41 @@ class Comparison:
     runs: list[Record]
     labels: list[str]
 
-    def lines(self, columns: Iterable[Column]) -> list[Line]:
-        """Return a line with the runs' values for each column; those that no run has are left out."""
-        lines = []
-        for column in columns:
-            values = [column.value_in(run) for run in self.runs]
-            if any(value not in (None, [None, None]) for value in values):
-                cells = ["-" if value is None else column.written(value) for value in values]
-                lines.append(Line(column.title, values, [column.title, *cells]))
-        return lines
-
     def parts(self) -> dict[str, list[Line]]:
         """Return the lines of each part: the settings that differ, quality, time and memory."""
         metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
-        return {
-            "settings": [line for line in self.lines(self._settings()) if line.differs],
-            "quality": self.lines([*map(_before_and_after, metrics), *QUALITY]),
-            "time": [line for line in self.lines(TIME) if set(line.values) != {"completed"}],
-            "memory": self.lines(MEMORY),
-        }
-
-    def _settings(self) -> list[Column]:
         packages = {name for run in self.runs for name in run["environment"]["packages"]}
-        return [
+        settings = [
             Column("run folder", "run_folder"),
             Column("started by", "launcher"),
-            *(Column(name, lambda run, name=name: settings_of(run)[name]) for name in DEFAULTS if name not in NAMES),
+            *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
             Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
-            *(
-                Column(name, lambda run, name=name: run["environment"]["packages"].get(name))
-                for name in sorted(packages)
-            ),
+            *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
         ]
+        with_settings = [{**run, "meant": settings_of(run)} for run in self.runs]
+        return {
+            "settings": [line for line in lines_of(settings, with_settings) if line.differs],
+            "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], self.runs),
+            "time": [line for line in lines_of(TIME, self.runs) if set(line.values) != {"completed"}],
+            "memory": lines_of(MEMORY, self.runs),
+        }
 
     def warning(self) -> str:
         """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
-        lines = self.lines(WHAT_COMPARES)
+        lines = lines_of(WHAT_COMPARES, self.runs)
         other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
         return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+
+
+def lines_of(columns: Iterable[Column], runs: Sequence[Row]) -> list[Line]:
+    """Return a line with the runs' values for each column; those that no run has are left out."""
+    lines = []
+    for column in columns:
+        values = [column.value_in(run) for run in runs]
+        if any(value not in (None, [None, None]) for value in values):
+            cells = ["-" if value is None else column.written(value) for value in values]
+            lines.append(Line(column.title, values, [column.title, *cells]))
+    return lines
 
 
 def settings_of(run: Record) -> dict[str, Any]:
