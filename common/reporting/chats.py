@@ -113,10 +113,6 @@ def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
     return [row for row in rows if row["baseline"]]
 
 
-def _timed_ddp_runs(records: list[Record]) -> list[Row]:
-    return [row for row in _ddp_runs(records, STRONG) if kind_of(row) == LORA_DDP and row.get("machine_ceiling")]
-
-
 def _front_runs(records: list[Record]) -> list[Row]:
     """Return what two devices bring and cost: runs started by command, on the usual seed; a baseline only once."""
     runs = [
@@ -254,7 +250,9 @@ TABLES = {
     ),
     # where a step's time goes when its rows are shared; the bare steps were timed in the run
     "ddp-step": Table(
-        _timed_ddp_runs,
+        lambda records: [
+            row for row in _ddp_runs(records, STRONG) if kind_of(row) == LORA_DDP and row.get("machine_ceiling")
+        ],
         (
             col.SEED,
             Column("Started by", "launcher"),
@@ -269,7 +267,6 @@ TABLES = {
         ),
     ),
 }
-"""By the names of their markers."""
 
 
 # -- runs side by side
@@ -280,12 +277,8 @@ FACTS_OF_ORIGINAL_BASE = replace(col.FACTS, value="quality.after_original_base.f
 SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
 
 
-def _rank(row: Row) -> int | None:
-    return row["config"].get("lora_r", RunConfig.lora_r) if TECHNIQUES[row["technique"]].has_adapters else None
-
-
-def _updated(row: Row) -> float | None:
-    return None if TECHNIQUES[row["technique"]].has_adapters else row["updated_share"]
+def _has_adapters(row: Row) -> bool:
+    return TECHNIQUES[row["technique"]].has_adapters
 
 
 SIDE_BY_SIDE = (
@@ -295,7 +288,11 @@ SIDE_BY_SIDE = (
     Column("effective batch size", "effective_batch_size", int),
     Column("steps", "steps", int),
     Column("learning rate", "config.learning_rate", "{:g}"),
-    Column("rank of the adapters", _rank, none=None),
+    Column(
+        "rank of the adapters",
+        lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
+        none=None,
+    ),
     col.SCORE_BEFORE.titled("similarity score before"),
     col.SCORE.titled("similarity score after"),
     col.JUDGED_BEFORE.titled("by MiniLM before"),
@@ -310,7 +307,13 @@ SIDE_BY_SIDE = (
     col.TOKENS_PER_S.titled("tokens per second"),
     col.PEAK.titled("peak memory per device (GiB)"),
     col.PLANNED.titled("training's peak, planned / measured"),
-    Column("weights that a step changes", _updated, "{:.0%}", none=None, missing=None),
+    Column(
+        "weights that a step changes",
+        lambda row: None if _has_adapters(row) else row["updated_share"],
+        "{:.0%}",
+        none=None,
+        missing=None,
+    ),
     Column(
         "weights of the base, in 4 bits / not (GiB)",
         "quantization",

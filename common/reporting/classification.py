@@ -88,13 +88,16 @@ SHARE = Column(
 
 def _waiting(records: list[Record]) -> list[Row]:
     """Return a row for each setting of a run folder for GPUs that nobody has run."""
-    rows = []
-    for row in waiting_for_task(records, __name__):
-        for technique, parallel in product(row["goal"].techniques, row["goal"].parallelisms):
-            devices = 1 if PARALLELISMS[parallel].is_single else row["config"]["devices"]
-            config = {**row["config"], "devices": devices}
-            rows.append({**row, "technique": technique, "parallel": parallel, "config": config})
-    return rows
+    return [
+        {
+            **row,
+            "technique": technique,
+            "parallel": parallel,
+            "config": row["config"] | ({"devices": 1} if PARALLELISMS[parallel].is_single else {}),
+        }
+        for row in waiting_for_task(records, __name__)
+        for technique, parallel in product(row["goal"].techniques, row["goal"].parallelisms)
+    ]
 
 
 def _shorter(row: Row) -> str:

@@ -426,4 +426,3 @@ TABLES = {
         ),
     ),
 }
-"""By the names of their markers."""

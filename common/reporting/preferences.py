@@ -25,15 +25,11 @@ def _setting(row: Row) -> str:
     return kind_name(*kind_of(row)) + control
 
 
-def _changed(title: str, name: str, form: Callable[[float], str]) -> Column:
-    """Return the column of a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
+def _changed(row: Row, name: str, form: Callable[[float], str]) -> str:
+    """Return a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
+    before = [run["quality"]["before"][name] for run in row["seeds"]]
     after = Column("", f"quality.after.{name}", form, none="no facts", over_seeds=True)
-
-    def value(row: Row) -> str:
-        before = [run["quality"]["before"][name] for run in row["seeds"]]
-        return "no facts" if None in before else f"{form(fmean(before))} to {after.cell(row)}"
-
-    return Column(title, value, missing=col.NO_BASELINE)
+    return "no facts" if None in before else f"{form(fmean(before))} to {after.cell(row)}"
 
 
 def _reference_time(row: Row) -> str:
@@ -45,9 +41,11 @@ def _reference_time(row: Row) -> str:
 SETTING = Column("Setting", _setting)
 ACCURACY = Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True)
 REWARD = Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True)
-DATES = _changed("Invented dates", "invented_dates_share", in_percent)
-FACTS = _changed("Facts said", "facts_said_share", in_percent)
-WORDS = _changed("Words", "words", "{:.1f}".format)
+DATES = Column(
+    "Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=col.NO_BASELINE
+)
+FACTS = Column("Facts said", partial(_changed, name="facts_said_share", form=in_percent), missing=col.NO_BASELINE)
+WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=col.NO_BASELINE)
 
 TABLES = {
     "preferences-settings": Table(

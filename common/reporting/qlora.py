@@ -193,4 +193,3 @@ TABLES = {
         ),
     ),
 }
-"""By the names of their markers."""
