@@ -44,49 +44,40 @@ from common.reporting.rows import (
 # -- what was found
 
 
-def _memory(title: str, value_of: Callable[[Row], str | None]) -> Column:
-    """Return a column of memory; published runs have their card's there."""
-    return Column(title, lambda row: f"{row['vram_gb']} GB card" if "vram_gb" in row else value_of(row))
+def _peak_in_training_gib(row: Row) -> float:
+    """Return the fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
+    return max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"])
 
 
-def _in_training(row: Row) -> str | None:
-    """Return the fullest device's peak in training: of tensors on a CPU, of what is allocated on a GPU."""
-    peaks = [entry.get("peak_gib_by_phase", {}).get("training") for entry in row["memory"]]
-    return f"{max(peaks):.3f} GiB" if peaks and all(peaks) else None
-
-
-def _base_weights(row: Row) -> str | None:
+def _base_weights_mib(row: Row) -> float:
     """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
-    of_base = [
-        run for run in row["records"] if "quantization" in run and run["config"]["model"] == row["config"]["model"]
-    ]
-    if not of_base:
-        return None
-    stored = row.get("quantization")
-    return f"{1024 * (stored['weights_gib'] if stored else of_base[0]['quantization']['unquantized_gib']):.1f} MiB"
+    if "quantization" in row:
+        return 1024 * row["quantization"]["weights_gib"]
+    same_base = [run for run in row["records"] if run["config"]["model"] == row["config"]["model"]]
+    stored = [run["quantization"] for run in same_base if "quantization" in run]
+    return 1024 * stored[0]["unquantized_gib"]
 
 
-def _held(row: Row) -> str | None:
+def _held_mib(row: Row) -> float:
     """Return what a rank holds of weights, gradients and optimizer states; one device all that sharded runs divide."""
     same = [
         run
         for run in row["records"]
         if "held" in run and run["config"]["model"] == row["config"]["model"] and run["technique"] == row["technique"]
     ]
-    if not same:
-        return None
     ranks = row["held"]["per_rank"] if "held" in row else [same[0]["held"]["whole"]]
-    return f"{max(sum(held.values()) for held in ranks) / MIB:.1f} MiB"
+    return max(sum(held.values()) for held in ranks) / MIB
 
 
-def _speedup(row: Row) -> float | None:
-    return mean_time_s(row["baseline"]) / mean_time_s(row) if row["baseline"] else None
+def _memory(title: str, value_of: Callable[[Row], float], form: str) -> Column:
+    """Return a column of memory; published runs have their card's there."""
+    return Column(title, lambda row: f"{row['vram_gb']} GB card" if "vram_gb" in row else form.format(value_of(row)))
 
 
-SPEEDUP = Column("Speed-up", _speedup, "{:.2f}x")
-IN_TRAINING = _memory("In training", _in_training)
-BASE_WEIGHTS = _memory("Weights", _base_weights)
-HELD = _memory("Held by each", _held)
+SPEEDUP = Column("Speed-up", lambda row: mean_time_s(row["baseline"]) / mean_time_s(row), "{:.2f}x")
+IN_TRAINING = _memory("In training", _peak_in_training_gib, "{:.3f} GiB")
+BASE_WEIGHTS = _memory("Weights", _base_weights_mib, "{:.1f} MiB")
+HELD = _memory("Held by each", _held_mib, "{:.1f} MiB")
 COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),

@@ -22,6 +22,7 @@ from common.reporting.rows import (
     QLORA,
     QLORA_DDP,
     QLORA_FSDP,
+    Kind,
     Row,
     approach,
     clock,
@@ -53,29 +54,16 @@ def _unless_same_base(row: Row, column: Column) -> str:
     return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else column.cell(row)
 
 
-def _loss_of_original_base(row: Row) -> float | None:
-    was_evaluated = row["quality"]["after_original_base"]
-    return row["merged_validation_losses"]["merged_into_original"] if was_evaluated else None
-
-
 MINILM_OF_ORIGINAL_BASE = replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")
-LOSS_OF_ORIGINAL_BASE = replace(col.LOSS, value=_loss_of_original_base)
+LOSS_OF_ORIGINAL_BASE = replace(
+    col.LOSS,
+    value=lambda row: row["quality"]["after_original_base"] and row["merged_validation_losses"]["merged_into_original"],
+)
 NAME = Column("Approach", _name)
 QUALITY = (
-    *(
-        NAME,
-        col.SEED,
-        col.SCORE,
-        col.FACTS,
-        col.LOSS,
-        *WHERE,
-        col.EPOCHS,
-        ROWS,
-        col.SCORE_BEFORE,
-        col.MINILM_BEFORE,
-        col.MINILM,
-        col.FACTS_BEFORE,
-    ),
+    NAME,
+    *(col.SEED, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS),
+    *(col.SCORE_BEFORE, col.MINILM_BEFORE, col.MINILM, col.FACTS_BEFORE),
     Column("Original base: MiniLM", partial(_unless_same_base, column=MINILM_OF_ORIGINAL_BASE)),
     Column("Original base: facts said", partial(_unless_same_base, column=FACTS_OF_ORIGINAL_BASE)),
     Column("Original base: validation loss", partial(_unless_same_base, column=LOSS_OF_ORIGINAL_BASE)),
@@ -83,19 +71,23 @@ QUALITY = (
 BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
 
 
+def _with_options(row: Row, kind: Kind, options: str) -> Row:
+    return {
+        **row,
+        "technique": kind[0],
+        "parallel": kind[1],
+        "config": {**row["config"], "devices": 2},
+        "world": [{}] * 2,
+        "command": f'{row["command"]} ARGS="{options}"',
+    }
+
+
 def _runs(records: list[Record]) -> list[Row]:
     """Return the runs beside LoRA's, and what nobody has run: of run folders, and with options of `NEEDS_GPUS`."""
-    needing_gpus = []
-    for (technique, parallel), (folder, options) in NEEDS_GPUS.items():
-        row = not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder))
-        needing_gpus.append({
-            **row,
-            "technique": technique,
-            "parallel": parallel,
-            "config": {**row["config"], "devices": 2},
-            "world": [{}] * 2,
-            "command": f'make run FOLDER={folder} ARGS="{options}"',
-        })  # fmt: skip
+    needing_gpus = [
+        _with_options(not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)), kind, options)
+        for kind, (folder, options) in NEEDS_GPUS.items()
+    ]
     return [*completed(records, LORA, QLORA, QLORA_DDP), *waiting(records, QLORA), *needing_gpus]
 
 
