@@ -736,7 +736,7 @@ REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
         "common/reporting/chats.py",
-        '            BATCH.titled("Rows per step"),\n',
+        '            col.BATCH.titled("Rows per step"),\n',
         '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
