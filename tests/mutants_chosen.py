@@ -735,9 +735,9 @@ PLANS = (
 REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
-        "common/reporting/tables.py",
-        '        "Rows per step": row["Batch size"],\n',
-        '        "Rows per step": "8 x2",\n',
+        "common/reporting/chats.py",
+        '            col.BATCH.titled("Rows per step"),\n',
+        '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(
