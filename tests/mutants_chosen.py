@@ -303,8 +303,8 @@ SEVERAL_RANKS = (
     Fault(
         "DDP by hand: gradients are divided by the ranks once too often",
         "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
-        "(loss * log.rank.world_size).backward()  # (3) DDP takes the mean",
-        "loss.backward()  # (3) DDP takes the mean",
+        "(loss * log.rank.world_size).backward()  # DDP divides",
+        "loss.backward()  # DDP divides",
         _equals_one_device("DDP, full"),
     ),
     Fault(
