@@ -52,7 +52,9 @@ class OwnRowsTrainer(Seq2SeqTrainer):
     def __init__(self, loop: TrainingLoop) -> None:
         """Train the loop's model on its rows."""
         self.loop, run, rank = loop, loop.run, loop.rank
-        arguments = training_arguments(run, loop.log.folder / "checkpoints", kind=Seq2SeqTrainingArguments)
+        arguments = training_arguments(
+            run, loop.log.folder / "checkpoints", keeps=loop.log.keeps, kind=Seq2SeqTrainingArguments
+        )
         arguments._n_gpu = min(1, arguments.n_gpu)  # on a machine with several it would take `DataParallel`
         super().__init__(
             model=loop.model,
@@ -64,6 +66,7 @@ class OwnRowsTrainer(Seq2SeqTrainer):
                 ProgressReport(rank, run.log_format),
                 FirstStepReport(rank, loop.work, loop.tokenizer),
                 loop.updates,
+                *loop.log.callbacks,
             ],
         )
 
@@ -103,7 +106,8 @@ def take_over(loop: TrainingLoop, trainer: OwnRowsTrainer, last: str | None) -> 
     """Let the loop tell of what the Trainer has done since the checkpoint `last`."""
     loop.state, loop.schedule, loop.part.module = trainer.state, trainer.lr_scheduler, trainer.model_wrapped
     loop.optimizer = loop.part.optimizer = trainer.optimizer.optimizer  # without Accelerate's wrapper
-    loop.saver.first_step = steps_at(Path(last)) if last else 0
+    if loop.saver:  # a trial saves nothing
+        loop.saver.first_step = steps_at(Path(last)) if last else 0
 
 
 def workflow(run: RunConfig) -> Record:
