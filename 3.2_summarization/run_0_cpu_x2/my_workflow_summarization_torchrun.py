@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from my_utils_summarization import load_data, run_with
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from common.base.command_line import run_from_command_line
-from common.base.run_config import RunConfig
+from common.base.run_config import LAST, RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.records.store import Record
@@ -53,7 +53,14 @@ class OwnRowsTrainer(Seq2SeqTrainer):
         """Train the loop's model on its rows."""
         self.loop, run, rank = loop, loop.run, loop.rank
         arguments = training_arguments(
-            run, loop.log.folder / "checkpoints", keeps=loop.log.keeps, kind=Seq2SeqTrainingArguments
+            run,
+            loop.log.folder / "checkpoints",
+            keeps=loop.log.keeps,
+            kind=Seq2SeqTrainingArguments,
+            run_name=loop.log.run_name,
+            save_total_limit=2,
+            ddp_find_unused_parameters=False,
+            logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         )
         arguments._n_gpu = min(1, arguments.n_gpu)  # on a machine with several it would take `DataParallel`
         super().__init__(
@@ -66,13 +73,19 @@ class OwnRowsTrainer(Seq2SeqTrainer):
                 ProgressReport(rank, run.log_format),
                 FirstStepReport(rank, loop.work, loop.tokenizer),
                 loop.updates,
+                *([EarlyStoppingCallback(run.early_stopping_patience)] if run.early_stopping_patience else []),
                 *loop.log.callbacks,
             ],
         )
 
     def get_train_dataloader(self) -> DataLoader:
         """Return this rank's batches, which Accelerate must not divide again."""
-        return EpochLoader(self.train_dataset, batch_sampler=self.loop.batches, collate_fn=self.loop.batch_of)
+        return EpochLoader(
+            self.train_dataset,
+            batch_sampler=self.loop.batches,
+            collate_fn=self.loop.batch_of,
+            num_workers=self.args.dataloader_num_workers,
+        )
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Back-propagate a batch, and count its rows."""
@@ -96,7 +109,8 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
         trainer = OwnRowsTrainer(loop)
     with log.phase("training"):
         folder = Path(trainer.args.output_dir)
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        asked = log.run.resume_from_checkpoint
+        last = get_last_checkpoint(str(folder)) if asked in ("", LAST) and folder.is_dir() else asked or None
         trainer.train(resume_from_checkpoint=last)
         take_over(loop, trainer, last)
     return loop

@@ -83,11 +83,12 @@ def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
     if not any(gather_object([lacks])):
         return
     is_source = PartialState().process_index == source
-    found = [(path.name, path.stat().st_size) for path in sorted(folder.iterdir())] if is_source else None
-    if lacks:
-        folder.mkdir(parents=True, exist_ok=True)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if is_source else []
+    found = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
     for name, size in broadcast_object_list([found], source)[0]:
         mode = "wb" if lacks else "rb"
+        if lacks:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with (folder / name).open(mode) if lacks or is_source else nullcontext() as file:
             for _ in range(0, size, SENT_BYTES):
                 (part,) = broadcast_object_list([file.read(SENT_BYTES) if is_source else None], source)

@@ -84,7 +84,7 @@ class UnfinishedCheckpoint:
         with self._telling_of_failures():
             yield self.partial
 
-    def hashed(self, write: Callable[[], list[Path]]) -> dict[str, str]:
+    def write_and_hash(self, write: Callable[[], list[Path]]) -> dict[str, str]:
         """Call `write`, and return the digests of the files that it says it has written, which are then on the disk."""
         digests = {}
         for path in write():

@@ -16,7 +16,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +97,7 @@ class TrainingLoop:
         batches: Draws the rows of each step.
         work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
-        grad_norm: Of the last step's gradients, before they were clipped.
+        grad_norm, learning_rate: Of the last step: of its gradients, before they were clipped.
         skipped_steps: Steps whose fp16 gradients overflowed: they were not taken, and losses are scaled less since.
     """
 
@@ -127,6 +127,7 @@ class TrainingLoop:
         self._tell_of_rows(learnt, plan)
         self.train_rows, self.validation_rows = TrainingRows(learnt.train), learnt.validation
         self.args = training_arguments(run, log.folder / "checkpoints", keeps=log.keeps, run_name=log.run_name)
+        self.args.place_on(log.rank.device)
         self.part = part_class(run)(module, run, log.rank)
         self.model, self.objective = self.part.model, self.part.objective
         self.part.optimizer = self.optimizer = optimizer or make_optimizer(self.model, run)
@@ -138,7 +139,7 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(torch.device(log.rank.device).type, enabled=self.args.fp16)
         self.work, self.updates, self.skipped_steps = WorkDone(), UpdateReport(), 0
         self.loss_sum, self.logged_step = torch.zeros((), device=log.rank.device), 0
-        self.grad_norm = self.loss_sum
+        self.grad_norm, self.learning_rate = self.loss_sum, 0.0
         self.state = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / self.steps_per_epoch))
         self.state.is_world_process_zero = self.state.is_local_process_zero = log.rank.is_main
         self.state.compute_steps(self.args, steps)
@@ -146,6 +147,7 @@ class TrainingLoop:
         self.saver = Saver(self.part, log, len(self.train_rows)) if log.keeps else None
         self.handler = CallbackHandler(self._callbacks(), self.model, tokenizer, self.optimizer, self.schedule)
         log.step = lambda: self.state.global_step
+        self._tell("on_init_end")
 
     def _tell_of_rows(self, learnt: Splits, plan: Plan | None) -> None:
         """Say how many rows there are, and what training them was planned to take."""
@@ -203,16 +205,20 @@ class TrainingLoop:
         Who asks for them back-propagates the losses of a step's batches, and calls `update`, before the next one; then
         schedule, log, validation and checkpoint follow. At the end the model has the weights of the best checkpoint.
         """
+        start_s = time.perf_counter()
         if self.saver:
-            self.saver.find_start()
-        self._tell("on_train_begin")
+            self.saver.begin()
         if self.saver and self.saver.resumes_from:
             self._resume()
+        self.work.reporting_s += time.perf_counter() - start_s
+        self._tell("on_train_begin")
         for epoch in range(self.state.global_step // self.steps_per_epoch, self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
             first = self.state.global_step - epoch * self.steps_per_epoch  # of the epoch, after a checkpoint
             last = self.state.max_steps - epoch * self.steps_per_epoch
+            self._tell("on_epoch_begin")
             yield from self._steps_of(list(self.batches.steps())[first:last])
+            self._tell("on_epoch_end")
             if self.control.should_training_stop:
                 break
         if self.saver:
@@ -223,13 +229,15 @@ class TrainingLoop:
     def _steps_of(self, rows_of_steps: list[list[int]]) -> Iterator[Step]:
         """Yield the steps of an epoch, or of what is left of it, until training is to stop."""
         own = [self.own_batches(rows) for rows in rows_of_steps]
-        loaded = map(self._counted, self._loader([batch for batches in own for batch in batches]))
+        loaded = map(
+            self._counted, self._loader(self.train_rows, [each for batches in own for each in batches], self.batch_of)
+        )
         for rows, batches in zip(rows_of_steps, own, strict=True):
             self._tell("on_step_begin")
             label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)
             yield Step(loaded, len(batches), label_count)
             self._end_step()
-            if self.control.should_training_stop:
+            if self.control.should_training_stop or self.control.should_epoch_stop:
                 return
 
     def own_batches(self, rows: list[int]) -> list[list[int]]:
@@ -237,12 +245,14 @@ class TrainingLoop:
         at_once = self.batches.micro_batches(rows)
         return [batch for micro_batch in at_once for batch in self.batches.own_within_budget(micro_batch)]
 
-    def _loader(self, batches: list[list[int]]) -> DataLoader:
-        """Return a loader of these batches, which draws no random number of training's."""
+    def _loader(
+        self, rows: Sequence[Tokens] | TrainingRows, batches: list[list[int]], collate: Callable[[list[Tokens]], Batch]
+    ) -> DataLoader:
+        """Return a loader of these batches of rows, which draws no random number of training's."""
         return DataLoader(
-            self.train_rows,
+            rows,
             batch_sampler=batches,
-            collate_fn=self.batch_of,
+            collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             generator=torch.Generator(),
         )
@@ -283,15 +293,11 @@ class TrainingLoop:
         self._check_finite(self.grad_norm)
         self.reach("update")
         self._tell("on_pre_optimizer_step")
-        if self.args.fp16:
-            scale = self.scaler.get_scale()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.skipped_steps += self.scaler.get_scale() < scale
-            self.part.forget_gradients()
-        else:
-            self.part.step()
+        scale, self.learning_rate = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
+        self.part.step(self.scaler)
+        self.skipped_steps += self.scaler.get_scale() < scale
         self._tell("on_optimizer_step")
+        self.part.forget_gradients()
 
     def _check_finite(self, norm: torch.Tensor) -> None:
         """Refuse gradients that are not finite; with fp16 they may be, and the loss is scaled less from then on."""
@@ -312,12 +318,12 @@ class TrainingLoop:
         self._tell("on_step_end")
         with self._reporting():
             if self.saver:
-                self.saver.go_on(self.control.should_evaluate, self.state.global_step)
+                self.saver.commit_if_written(self.control.should_evaluate, self.state.global_step)
             if self.control.should_log:
                 loss = self.part.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-                rate = self.optimizer.param_groups[0]["lr"]
-                self._log({"loss": loss, "grad_norm": float(self.grad_norm), "learning_rate": rate})
+                norm = float(self.grad_norm)
+                self._log({"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate})
             if self.control.should_evaluate:
                 self._choose(self.evaluate())
             if self.control.should_save:
@@ -349,12 +355,12 @@ class TrainingLoop:
                 reached("validation", self.state.global_step)
         return self.objective.metrics(self.part.sum_over_ranks(torch.stack(sums).sum(0)))
 
-    def validation_batches(self) -> list[Batch]:
-        """Return this rank's share of the validation rows; every rank has the same number of batches."""
+    def validation_batches(self) -> Iterable[Batch]:
+        """Return this rank's share of the validation rows, batch by batch; every rank has as many batches."""
         rows, ranks = self.validation_rows, self.batches.world_size
-        size = self.args.per_device_eval_batch_size * ranks
-        shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
-        return [self.collated(list(share) or [filler_like(rows[0])]) for share in shares]  # they may be on disk
+        size, numbers = self.args.per_device_eval_batch_size * ranks, range(len(rows))
+        shares = [list(numbers[start : start + size][self.batches.rank :: ranks]) for start in numbers[::size]]
+        return self._loader(rows, shares, lambda share: self.collated(share or [filler_like(rows[0])]))
 
     def _choose(self, metrics: dict[str, float]) -> None:
         """Note whether the model is the best so far, and whether to save it, or a full state that is due."""

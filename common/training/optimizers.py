@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainingArguments, get_scheduler
@@ -21,6 +22,11 @@ class LoopArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check and start nothing."""
+
+    def place_on(self, device: str) -> None:
+        """Tell callbacks that ask of this process's `device`, and of its place among the ranks."""
+        self.distributed_state, self._n_gpu = PartialState(), int(device != "cpu")
+        vars(self)["_setup_devices"] = torch.device(device)  # else they would set up devices, and forget Accelerate's
 
 
 def optimizer_settings(run: RunConfig) -> dict[str, object]:

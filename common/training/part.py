@@ -29,7 +29,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
@@ -42,7 +44,6 @@ from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.answer_logits import (
     Batch,
-    Model,
     chunk_loss,
     on_device,
     takes_logits_to_keep,
@@ -79,14 +80,11 @@ class Part:
         """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.module = module
-        self.model = self.model_in(module)
-        self.measures_usage = rank.world_size > 1
+        self.model = getattr(module, "module", module)
+        self.measures_usage = rank.world_size > 1 and _compares_shares(run)
+        self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self)
         self._set_up()
-
-    def model_in(self, module: torch.nn.Module) -> Model:
-        """Return what is trained, without what stands around it."""
-        return module.module if isinstance(module, DistributedDataParallel) else module
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -147,10 +145,10 @@ class Part:
             clip_grads_with_norm_(weights, max_norm, norm)
         return norm
 
-    def step(self) -> None:
-        """Take the optimizer's step, and forget the gradients."""
-        self.optimizer.step()
-        self.forget_gradients()
+    def step(self, scaler: torch.amp.GradScaler) -> None:
+        """Take the optimizer's step; a `scaler` of fp16 losses skips one whose gradients overflowed."""
+        scaler.step(self.optimizer)
+        scaler.update()
 
     def forget_gradients(self) -> None:
         """Forget the gradients of a step, taken or not."""
@@ -162,9 +160,8 @@ class Part:
         Called after a backward pass, before its gradients, which are views of the buckets, are forgotten.
         """
         if isinstance(self.module, DistributedDataParallel):
-            self._buckets = self.gradients() or getattr(self, "_buckets", [])
-            return self._buckets
-        return []
+            self._buckets = self.gradients() or self._buckets
+        return self._buckets
 
     # -- rows
 
@@ -348,6 +345,12 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
+
+
+def _compares_shares(run: RunConfig) -> bool:
+    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
+    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
+    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:

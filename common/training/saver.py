@@ -78,22 +78,25 @@ class Saver:
         self.first_step, self.resumes_from = 0, None
         self.unfinished: UnfinishedCheckpoint | None = None
         self.group: dist.ProcessGroup | None = None
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.in_background = self._plan()
+        self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
-    def _plan(self) -> bool:
-        """Say on rank 0 how many checkpoints there will be, and what they take; return whether training goes on."""
+    def begin(self) -> None:
+        """Find where training begins, and say on rank 0 how many checkpoints there will be; called on every rank.
+
+        Raises:
+            BadInputError: the checkpoint to resume from is damaged, or of another run.
+        """
         run = self.log.run
         size = checkpoint_size(run, self.part.model.parameters())
         if run.parallelism.pipelines:  # a rank has its own stage
             stages = gather_object([size])
             size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
-        in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
+        self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
             speed = bytes_per_second(self.log.folder, size.state_bytes)
-            print(describe_saves(run, run.total_steps(self.rows), size, speed, waits=not in_background))
-        return in_background
+            print(describe_saves(run, run.total_steps(self.rows), size, speed, waits=not self.in_background))
+        self._find_start()
 
     # -- writing
 
@@ -107,7 +110,7 @@ class Saver:
             AskedToEndError: The run was asked to save and to end; all is written.
         """
         with self.done.holding_up():
-            self.finish()
+            self.wait_and_commit()
             is_full = self.schedule.is_due(state, control)
             folder, best = self.folder / f"checkpoint-{state.global_step}", state.best_global_step or 0
             if best > self.first_step:
@@ -135,20 +138,20 @@ class Saver:
                 self.group = dist.new_group(backend=BACKENDS["cpu"], timeout=exchange_timeout(self.log.run))
             if writes_part:
                 write = partial(self.part.write, folder, host_copy(parts), self.group)
-                self.unfinished.written = self.thread.submit(self.unfinished.hashed, write)
+                self.unfinished.written = self.thread.submit(self.unfinished.write_and_hash, write)
             return
         if writes_part:
-            self.unfinished.digests = self.unfinished.hashed(partial(self.part.write, folder, parts))
-        self.finish()
+            self.unfinished.digests = self.unfinished.write_and_hash(partial(self.part.write, folder, parts))
+        self.wait_and_commit()
 
-    def go_on(self, evaluates: bool, step: int) -> None:
+    def commit_if_written(self, evaluates: bool, step: int) -> None:
         """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
         meets = evaluates or self.schedule.have_met_after(step)
         if self.unfinished and meets and self.unfinished.is_written():
             with self.done.holding_up():
-                self.finish()
+                self.wait_and_commit()
 
-    def finish(self) -> None:
+    def wait_and_commit(self) -> None:
         """Wait until all is written, and commit it; called on every rank."""
         if not self.unfinished:
             return
@@ -159,7 +162,7 @@ class Saver:
             rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
 
     def _end_as_asked(self, step: int) -> NoReturn:
-        self.finish()
+        self.wait_and_commit()
         raise AskedToEndError(
             f"saved after step {step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} resumes there."
         )
@@ -189,12 +192,8 @@ class Saver:
 
     # -- resuming
 
-    def find_start(self) -> None:
-        """Find the step where the run begins, and check that it can.
-
-        Raises:
-            BadInputError: the checkpoint is damaged, or of another run.
-        """
+    def _find_start(self) -> None:
+        """Find the step where the run begins, and check that it can."""
         folder = self._find_checkpoint()
         if folder is None:
             return
@@ -241,14 +240,16 @@ class Saver:
         """Take back weights, optimizer and random numbers of the checkpoint that the run resumes from.
 
         Returns:
-            The history until then, and what was kept for this rank, {} where there were other ranks.
+            The history until then, and what was saved beside the random numbers, which all ranks have alike.
         """
         folder = self.resumes_from
         self.part.load(folder, is_full=True)
         state = TrainerState.load_from_json(str(folder / STATE_FILE))
         self._find_best(folder, state)
         own = folder / RANDOM.format(self.rank.rank)
-        return state, load_random_numbers(own) if own.is_file() else {}
+        if own.is_file():
+            load_random_numbers(own)
+        return state, torch.load(folder / RANDOM.format(0), weights_only=True)
 
     def _find_best(self, folder: Path, state: TrainerState) -> None:
         """Find the best checkpoint so far: beside the one that is resumed, or where that one says.
@@ -276,7 +277,7 @@ class Saver:
     def load_best(self, state: TrainerState) -> None:
         """Finish what is being written, and take back the best weights so far, if there are any."""
         with self.done.holding_up():
-            self.finish()
+            self.wait_and_commit()
         if state.best_model_checkpoint:
             verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
             self.part.load(Path(state.best_model_checkpoint), is_full=False)
@@ -291,12 +292,11 @@ def random_numbers() -> dict[str, Any]:
     return numbers
 
 
-def load_random_numbers(file: Path) -> dict[str, Any]:
-    """Take back what `random_numbers` returned, and return all that `file` holds."""
+def load_random_numbers(file: Path) -> None:
+    """Take back what `random_numbers` returned, from a rank's file."""
     held = torch.load(file, weights_only=True)
     random.setstate(held["python"])
     np.random.set_state(held["numpy"])
     torch.set_rng_state(held["torch"])
     if "cuda" in held and len(held["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(held["cuda"])
-    return held

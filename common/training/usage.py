@@ -116,6 +116,11 @@ class SentBytes(TorchDispatchMode):
         self.bytes_by_collective: dict[str, int] = {}
         self.sent_bytes = 0.0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that layers are compiled while it is entered, too."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func.namespace in NAMESPACES and name in SENT_SHARE:

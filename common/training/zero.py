@@ -15,7 +15,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
 from typing_extensions import override
@@ -31,7 +30,7 @@ from common.runtime.world import Rank
 from common.training.answer_logits import Batch, Model
 from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
-from common.training.part import Part
+from common.training.part import Part, clip_divided
 from common.training.safe_loading import load_zero_state
 from common.training.usage import Held, check_share, optimizer_bytes
 
@@ -114,10 +113,6 @@ class ZeroPart(Part):
         """
         check_deepspeed()
 
-    @override
-    def model_in(self, module: "DeepSpeedEngine") -> Model:
-        return module.module
-
     @property
     @override
     def called(self) -> torch.nn.Module:
@@ -151,12 +146,13 @@ class ZeroPart(Part):
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Return the norm of this rank's gradients; DeepSpeed clips in its step."""
-        return get_total_norm(self.gradients())
+        """Return the norm of the whole model's gradients; DeepSpeed clips in its step."""
+        own = self.gradients()
+        return clip_divided(own, own, [], 0, self.rank.device)
 
     @override
-    def step(self) -> None:
-        """Have DeepSpeed clip, step, and hand the new weights round."""
+    def step(self, scaler: torch.amp.GradScaler) -> None:
+        """Have DeepSpeed clip, step, and hand the new weights round; it scales no losses here."""
         self.engine.step()
 
     @override

@@ -97,7 +97,7 @@ def test_shards_are_written_from_their_copy_while_steps_are_taken(
     unfinished, group = UnfinishedCheckpoint(folder, {}, 0, commits=True), dist.new_group(backend=BACKENDS["cpu"])
     with unfinished.being_written() as aside, ThreadPoolExecutor(1) as thread:
         write = partial(part.write, aside, host_copy(part.state(is_full=True)), group)
-        unfinished.written = thread.submit(unfinished.hashed, write)
+        unfinished.written = thread.submit(unfinished.write_and_hash, write)
         stepped(part)
     assert not any(map(torch.equal, held(part), then))
     unfinished.commit()

@@ -50,7 +50,7 @@ def main() -> None:
     then = held_after(2, part)
     unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=rank.is_main)
     write = partial(part.write, unfinished.partial, host_copy(part.state(is_full=True)), group)
-    unfinished.written = ThreadPoolExecutor(1).submit(unfinished.hashed, write)
+    unfinished.written = ThreadPoolExecutor(1).submit(unfinished.write_and_hash, write)
     later, has_name = held_after(3, part), folder.exists()
     while not unfinished.is_written():
         time.sleep(0.01)

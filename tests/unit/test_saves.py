@@ -181,7 +181,7 @@ def test_files_that_were_hashed_once_they_were_written_are_not_read_again(
     weights, config = (unfinished.partial / name for name in ("__0_0.distcp", "config.json"))
     for file in (weights, config):
         file.write_bytes(b"w" * 5000)
-    unfinished.digests = unfinished.hashed(lambda: [weights])
+    unfinished.digests = unfinished.write_and_hash(lambda: [weights])
     unfinished.commit()
     assert read == [weights.name, config.name]
     assert verify(unfinished.folder) == {}
