@@ -32,9 +32,8 @@ def pairs(rows: int, length: int, labelled: int) -> BatchShape:
 def preferring(model: str, technique: str, on_gpu: bool, **settings: object) -> RunConfig:
     targets = "all" if technique == "full" else "all-linear"
     device = {"device": "cuda", "gpu": "A100 80GB SXM"} if on_gpu else {}
-    without_dropout = {"lora_dropout": 0.0} if technique == "lora" else {}
     run = {"task": "preferences", "technique": technique, "model": model, "weights": "random", **device}
-    return RunConfig(**{**run, "target_modules": targets, **without_dropout, **settings})
+    return RunConfig(**{**run, "target_modules": targets, **settings})
 
 
 GRID = [  # technique, model, pairs, on a GPU, settings
@@ -119,6 +118,13 @@ def test_a_gpu_s_head_reads_answers_alone() -> None:
     vocab = read_architecture(EMBEDDED).vocab
     assert of_gpu == pytest.approx(8 * 40 * vocab * 4, rel=0.01)
     assert of_cpu == pytest.approx(8 * 95 * vocab * (4 + BACKWARD_BESIDE), rel=0.01)
+
+
+def test_trl_switches_dropout_off() -> None:
+    batch = pairs(2, 64, 20)
+    runs = [preferring(EMBEDDED, "lora", on_gpu=False, lora_dropout=share, precision="fp32") for share in (0.1, 0.0)]
+    with_dropout, without = ((job_of_run(run, batch), step(run, batch, on_gpu=False)) for run in runs)
+    assert with_dropout == without
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
