@@ -280,6 +280,7 @@ def make_optimizer_states(part: Part, tracker: Watch) -> None:
             weight.grad = torch.empty_like(weight)
     tracker.enter("load", "optimizer")
     part.step()
+    part.forget_gradients()
 
 
 @contextmanager
@@ -350,6 +351,7 @@ def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share =
     tracker.enter("optimizer: clipping and step", "optimizer")
     part.clip_gradients(part.run.max_grad_norm)
     part.step()
+    part.forget_gradients()
 
 
 def take_stage_step(part: Stage, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
@@ -360,6 +362,7 @@ def take_stage_step(part: Stage, batch: dict[str, torch.Tensor], tracker: Watch)
     part.clip_gradients(part.run.max_grad_norm)
     tracker.enter("optimizer: step", "optimizer")
     part.step()
+    part.forget_gradients()
 
 
 def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HEAD_AND_LOSS) -> None:

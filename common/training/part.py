@@ -60,6 +60,9 @@ WHAT_IS_TRAINED = StateDictOptions(strict=False)
 """What is frozen is not in a checkpoint."""
 
 
+UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+
+
 class Part:
     """All of the model, on this rank: on one device, on several one after the other (mp), or a replica (DDP).
 
@@ -145,7 +148,7 @@ class Part:
             clip_grads_with_norm_(weights, max_norm, norm)
         return norm
 
-    def step(self, scaler: torch.amp.GradScaler) -> None:
+    def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Take the optimizer's step; a `scaler` of fp16 losses skips one whose gradients overflowed."""
         scaler.step(self.optimizer)
         scaler.update()

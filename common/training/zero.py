@@ -30,7 +30,7 @@ from common.runtime.world import Rank
 from common.training.answer_logits import Batch, Model
 from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
-from common.training.part import Part, clip_divided
+from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
 from common.training.usage import Held, check_share, optimizer_bytes
 
@@ -151,7 +151,7 @@ class ZeroPart(Part):
         return clip_divided(own, own, [], 0, self.rank.device)
 
     @override
-    def step(self, scaler: torch.amp.GradScaler) -> None:
+    def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Have DeepSpeed clip, step, and hand the new weights round; it scales no losses here."""
         self.engine.step()
 

@@ -58,6 +58,7 @@ def stepped(part: Part, steps: int = STEPS) -> list[float]:
         losses.append(loss.item())
         part.clip_gradients(part.run.max_grad_norm)
         part.step()
+        part.forget_gradients()
     return losses
 
 

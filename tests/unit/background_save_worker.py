@@ -38,6 +38,7 @@ def held_after(steps: int, part: Shards) -> list[torch.Tensor]:
     for _ in range(steps):
         part.model(input_ids=ids, labels=ids).loss.backward()
         part.step()
+        part.forget_gradients()
     states = [value for state in part.optimizer.state.values() for value in state.values()]
     return [local_part(each).detach().clone() for each in (*part.model.parameters(), *states)]
 

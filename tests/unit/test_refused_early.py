@@ -390,8 +390,9 @@ def test_rows_on_disk_are_sorted_and_dealt_out_as_those_in_memory(
     assert list(on_disk) == in_memory == sorted(rows, key=lambda row: -len(row["input_ids"]))
     loop = object.__new__(TrainingLoop)
     loop.validation_rows, loop.collated = on_disk, lambda share: share
-    loop.args, loop.batches = SimpleNamespace(per_device_eval_batch_size=3), SimpleNamespace(world_size=2, rank=1)
-    shares = loop.validation_batches()
+    loop.args = SimpleNamespace(per_device_eval_batch_size=3, dataloader_num_workers=0)
+    loop.batches = SimpleNamespace(world_size=2, rank=1)
+    shares = list(loop.validation_batches())
     assert all(isinstance(share, list) for share in shares)
     assert shares[0] == in_memory[1:6:2]
 
