@@ -1,7 +1,7 @@
 """What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
-Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
-the second counts. Points with a smaller card's memory show whether what is said to fit does.
+Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts. Points
+with a smaller card's memory show whether what is said to fit does.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
@@ -204,7 +204,7 @@ class PeakWatch(TrainerCallback):
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     """Two optimizer steps by the technique's own workflow on `device`; the memory of the second, by segment."""
-    watch, asked = PeakWatch(device), replace(run, max_steps=STEPS, per_device_train_batch_size=batch.rows)
+    watch, asked = PeakWatch(device), replace(run, max_steps=2, per_device_train_batch_size=batch.rows)
     with tempfile.TemporaryDirectory() as folder:
         log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [watch])
         tried_by_folder(log, rows_of_length(asked, batch.length))

@@ -1,5 +1,5 @@
-"""Callbacks of the Trainer: the first step's report of every rank, and rank 0's progress lines."""
+"""Callbacks of training: the first step's report of every rank, and rank 0's progress lines."""
 
-from common.training.callbacks import FirstStepReport, ProgressReport, SkippedSteps, UpdateReport, WorkDone
+from common.training.callbacks import FirstStepReport, ProgressReport, UpdateReport, WorkDone
 
-__all__ = ["FirstStepReport", "ProgressReport", "SkippedSteps", "UpdateReport", "WorkDone"]
+__all__ = ["FirstStepReport", "ProgressReport", "UpdateReport", "WorkDone"]

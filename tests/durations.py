@@ -167,7 +167,12 @@ def _imports_of(test: str) -> set[str]:
     """Modules of `common` that the test's files, and the workflows of its folders, import by name."""
     sources = [path for folder in _folders_of(test) for path in ROOT.glob(f"{folder}/run_0_*/my_*.py")]
     texts = [*_files_of(test).values(), *(path.read_text(encoding="utf-8") for path in sources)]
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return set[str]().union(*map(_imports_in, texts))
+
+
+@cache
+def _imports_in(source: str) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     return {name for node in nodes for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names))}
 
 

@@ -19,6 +19,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    PreTrainedTokenizerBase,
     RobertaConfig,
     RobertaModel,
 )
@@ -28,9 +29,9 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.data.splits import read_splits
-from common.models.loading import EMBEDDED_SUMMARIZER
+from common.models.loading import EMBEDDED_SUMMARIZER, load_tokenizer
 from common.models.minilm import minilm_folder
-from common.records.store import RECORD_NAME, Record, load_record
+from common.records.store import RECORD_NAME, Record, kept_records, load_record
 from common.runtime.launchers import accelerate_command, torchrun_command
 from common.runtime.rank import end_rank
 from common.training.part import SHARDS
@@ -210,11 +211,29 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     end_rank()
 
 
+@pytest.fixture
+def records() -> list[Record]:
+    """The kept ones; whoever changes one copies it before."""
+    return kept_records()
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The embedded base's, which a test may change."""
+    return load_tokenizer(RunConfig())
+
+
 @pytest.fixture(scope="session")
-def tiny_summarizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+def summarizers() -> PreTrainedTokenizerBase:
+    """The embedded summarizer's tokenizer."""
+    return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER)
+
+
+@pytest.fixture(scope="session")
+def tiny_summarizer(tmp_path_factory: pytest.TempPathFactory, summarizers: PreTrainedTokenizerBase) -> str:
     """A tiny BART at its random start, with the embedded tokenizer."""
     torch.manual_seed(0)
-    tokenizer, folder = AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), tmp_path_factory.mktemp("bart")
+    tokenizer, folder = summarizers, tmp_path_factory.mktemp("bart")
     config = BartConfig(
         vocab_size=len(tokenizer), d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=256, dropout=0.0,

@@ -164,9 +164,9 @@ DATA = (
     Fault(
         "classes are numbered in the order of the rows, another one for each file",
         "common/data/texts.py",
-        'return sorted({row["label"] for row in splits.train})',
-        'return list(dict.fromkeys(row["label"] for row in splits.train))',
-        _unit("labelled_data", "labels_that_are_numbers_are_texts_in_alphabetical_order"),
+        "    labels = sorted(labels)\n",
+        "    return list(labels)\n",
+        _unit("labelled_data", "labels_that_are_numbers_are_texts_in_the_order_of_numbers"),
     ),
 )
 
@@ -187,9 +187,9 @@ LOSS = (
     ),
     Fault(
         "the loss is averaged per rank, not over the tokens of all",
-        "common/training/trainer.py",
-        "        ddp_find_unused_parameters=False,\n",
-        "        ddp_find_unused_parameters=False,\n        average_tokens_across_devices=False,\n",
+        "common/training/loop.py",
+        "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)",
+        "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows[:1]) * len(rows)",
         _equals_one_device("DDP, lora"),
     ),
     Fault(
@@ -208,7 +208,7 @@ LOSS = (
     ),
     Fault(
         "logits are left out where only some rows of a batch have a label",
-        "common/training/strategy.py",
+        "common/training/answer_logits.py",
         "positions = (targets != IGNORED_LABEL).any(0)",
         "positions = (targets != IGNORED_LABEL).all(0)",
         GOLDEN,
@@ -229,9 +229,9 @@ LOSS = (
     ),
     Fault(
         "accumulation is left out: each micro-batch is a step",
-        "common/training/trainer.py",
-        "gradient_accumulation_steps=run.gradient_accumulation_steps,",
-        "gradient_accumulation_steps=1,",
+        "common/training/loop.py",
+        "            run.gradient_accumulation_steps,\n",
+        "            1,\n",
         _equals_one_device("DDP, accumulated, lora"),
     ),
     Fault(
@@ -244,20 +244,20 @@ LOSS = (
     Fault(
         "the scheduler is stepped twice for each step",
         "common/training/loop.py",
-        "        self.lr_scheduler.step()\n        self.state.global_step += 1\n",
-        "        self.lr_scheduler.step()\n        self.lr_scheduler.step()\n        self.state.global_step += 1\n",
+        "            self.schedule.step()\n        self.state.global_step += 1\n",
+        "            self.schedule.step()\n            self.schedule.step()\n        self.state.global_step += 1\n",
         _unit("training", "training_ends_after_validations_without_a_better_model"),
     ),
     Fault(
         "an early stop waits for one validation more",
-        "common/training/trainer.py",
+        "common/training/loop.py",
         "EarlyStoppingCallback(run.early_stopping_patience)",
         "EarlyStoppingCallback(run.early_stopping_patience + 1)",
         _unit("training", "training_ends_after_validations_without_a_better_model"),
     ),
     Fault(
         "the best checkpoint is the one with the worst loss",
-        "common/training/trainer.py",
+        "common/training/optimizers.py",
         "greater_is_better=objective_of(run).higher_is_better,",
         "greater_is_better=not objective_of(run).higher_is_better,",
         BEST_OF_ONE_DEVICE,
@@ -267,23 +267,23 @@ LOSS = (
 SEVERAL_RANKS = (
     Fault(
         "FSDP: gradients are brought together after the wrong micro-batch",
-        "common/training/fsdp.py",
-        "self.model.set_requires_gradient_sync(is_last)",
-        "self.model.set_requires_gradient_sync(not is_last)",
+        "2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py",
+        "model.set_requires_gradient_sync(is_last)",
+        "model.set_requires_gradient_sync(not is_last)",
         _equals_one_device("FSDP2, accumulated, full"),
     ),
     Fault(
         "FSDP: each rank clips by the norm of its own shards",
         "common/training/fsdp.py",
-        "        dist.all_reduce(squares, group=self.shard_group)",
-        "        pass",
+        "clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)",
+        "clip_divided(gradients, [], gradients, max_norm, self.rank.device, group)",
         _equals_one_device("FSDP2, full"),
     ),
     Fault(
         "Hybrid sharding: the norm counts every copy's gradients",
         "common/training/fsdp.py",
-        "dist.all_reduce(squares, group=self.shard_group)",
-        "dist.all_reduce(squares)",
+        "clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)",
+        "clip_divided(gradients, gradients, [], max_norm, self.rank.device)",
         _equals_one_device("FSDP2, hybrid, full"),
     ),
     Fault(
@@ -295,30 +295,30 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "FSDP: gradients are divided by the ranks once too often",
-        "common/training/fsdp.py",
-        "(loss * self.rank.world_size).backward()  # FSDP takes the mean",
+        "2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py",
+        "(loss * log.rank.world_size).backward()  # FSDP takes the mean",
         "loss.backward()  # FSDP takes the mean",
         _equals_one_device("FSDP2, full"),
     ),
     Fault(
         "DDP by hand: gradients are divided by the ranks once too often",
-        "common/training/ddp.py",
-        "(loss * self.rank.world_size).backward()  # DDP takes the mean",
-        "loss.backward()  # DDP takes the mean",
+        "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
+        "(loss * log.rank.world_size).backward()  # (3) DDP takes the mean",
+        "loss.backward()  # (3) DDP takes the mean",
         _equals_one_device("DDP, full"),
     ),
     Fault(
         "FSDP: one shard of the trained model is not gathered",
         "common/models/shards.py",
-        "return weight.full_tensor() if isinstance(weight, DTensor) else weight",
-        "return weight.to_local() if isinstance(weight, DTensor) else weight",
+        "    for owner, place in enumerate(places):\n",
+        "    for owner, place in list(enumerate(places))[:-1]:\n",
         _equals_one_device("FSDP2, full"),
     ),
     Fault(
         "DDP by hand: gradients stay on their own rank",
-        "common/training/ddp.py",
-        "with nullcontext() if is_last else self.replica.no_sync():",
-        "with self.replica.no_sync():",
+        "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
+        "with nullcontext() if is_last else replica.no_sync():",
+        "with replica.no_sync():",
         _equals_one_device("DDP, full"),
     ),
     Fault(
@@ -330,9 +330,9 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "ZeRO: gradients are divided by the ranks once too often",
-        "common/training/zero.py",
-        "self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)",
-        "self.engine.backward(loss, scale_wrt_gas=False)",
+        "2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py",
+        "engine.backward(loss * log.rank.world_size, scale_wrt_gas=False)",
+        "engine.backward(loss, scale_wrt_gas=False)",
         _equals_one_device("ZeRO-1, full"),
         needs="deepspeed",
     ),
@@ -345,7 +345,7 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "pipeline: a stage is skipped, as its layers are taken for another's",
-        "common/training/pipeline.py",
+        "common/models/stages.py",
         "if holder != stage and not is_shared:",
         "if holder != 0 and not is_shared:",
         _unit("pipeline", "cutting_keeps_names_and_values_of_what_stays"),
@@ -367,8 +367,8 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: rows that fill a batch up are learnt, and counted, twice",
         "common/training/pipeline_parallel.py",
-        "[without_labels(batch[-1])] * missing",
-        "[batch[-1]] * missing",
+        "[without_labels(rows[-1])] * missing",
+        "[rows[-1]] * missing",
         _unit("pipeline", "a_batch_is_filled_up_with_rows_without_labels"),
     ),
     Fault(
@@ -381,29 +381,29 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: each stage clips by the norm of its own gradients",
         "common/training/pipeline_parallel.py",
-        "        dist.all_reduce(squares)\n",
-        "",
+        "clip_divided(self.gradients(), counted, [], max_norm, self.rank.device)",
+        "clip_divided(self.gradients(), [], counted, max_norm, self.rank.device)",
         _equals_one_device("PP, 1F1B, full"),
     ),
     Fault(
         "pipeline: one stage's adapters are not saved",
-        "common/training/pipeline_parallel.py",
+        "common/models/saved_stages.py",
         "for part in parts for name, weight in part.items()}",
         "for part in parts[:1] for name, weight in part.items()}",
         _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
     ),
     Fault(
         "pipeline: one stage's part of the model is not in its list",
-        "common/training/pipeline_parallel.py",
-        '"weight_map": {name: file_name for file_name, names, _ in parts for name in names},',
-        '"weight_map": {name: file_name for file_name, names, _ in parts[:-1] for name in names},',
+        "common/models/saved_stages.py",
+        "for files, *_ in parts for name, file in files.items()}",
+        "for files, *_ in parts[:-1] for name, file in files.items()}",
         _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
     ),
     Fault(
         "tensor parallel: each rank clips by the norm of its own part",
         "common/training/tensor_parallel.py",
-        "        dist.all_reduce(squares, group=divided[0].device_mesh.get_group())\n",
-        "        pass\n",
+        "clip_divided(divided + whole, divided, whole, max_norm, device)",
+        "clip_divided(divided + whole, [], divided + whole, max_norm, device)",
         _unit("tensor_parallel", "divided_models_learn_what_whole_ones_do"),
     ),
     Fault(
@@ -415,14 +415,14 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "several machines: gradients stay on their own machine",
-        "common/training/replicas.py",
+        "3.2_summarization/run_0_cpu_x2/my_utils_summarization.py",
         "            dist.all_reduce(flat)\n",
-        "",
+        "            pass\n",
         ("tests/network/test_machines.py::test_two_ranks_on_loopback_train_one_model",),
     ),
     Fault(
         "several machines: overlapped gradients are divided by the ranks once too often",
-        "common/training/replicas.py",
+        "3.2_summarization/run_0_cpu_x2/my_utils_summarization.py",
         "factor = self.ranks if self.overlaps else 1",
         "factor = 1",
         _equals_one_device("summarization, plain loop, torch.distributed, accumulated, full, overlapped"),
@@ -430,8 +430,8 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: other training rows on one of them are not noticed",
         "common/runtime/machines.py",
-        'for what in ("versions", "code", "settings", "rows", "data", "model"):',
-        'for what in ("versions", "code", "settings", "rows", "model"):',
+        'product(others, ("versions", "code", "settings", "rows", "data", "model"))',
+        'product(others, ("versions", "code", "settings", "rows", "model"))',
         _unit("machines", "who_differs_is_named"),
     ),
     Fault(
@@ -450,7 +450,7 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "several machines: they begin with different weights",
-        "common/training/replicas.py",
+        "3.2_summarization/run_0_cpu_x2/my_utils_summarization.py",
         "if len({digest for _, digest in found}) > 1:",
         "if len({digest for _, digest in found}) > 2:",
         _unit("machines", "other_weights_are_refused"),
@@ -530,29 +530,29 @@ CHECKPOINTS = (
     ),
     Fault(
         "a checkpoint of steps with other rows is gone on from",
-        "common/training/checkpoints.py",
+        "common/training/resuming.py",
         '            differs["rows_per_step"],\n',
         "            False,\n",
         _unit("resumable", "a_checkpoint_of_another_run_is_refused"),
     ),
     Fault(
         "a run goes on without its random numbers",
-        "common/training/trainer.py",
+        "common/training/saver.py",
         "if ranks_then == ranks and missing:",
         "if ranks_then != ranks and missing:",
         _faults("resume", "without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on"),
     ),
     Fault(
         "a pipeline that goes on forgets its optimizer",
-        "common/training/pipeline_parallel.py",
-        "        self.optimizer.load_state_dict(states)\n",
-        "",
+        "common/training/part.py",
+        "            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)\n",
+        "            states.clear()\n",
         _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
     ),
     Fault(
         "a loop that goes on draws other random numbers",
-        "common/training/loop.py",
-        "        self._load_rng_state(str(folder))\n",
+        "common/training/saver.py",
+        '    torch.set_rng_state(held["torch"])\n',
         "",
         _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
     ),
@@ -572,9 +572,9 @@ CHECKPOINTS = (
     ),
     Fault(
         "the adapter is not merged into the saved model",
-        "common/training/export.py",
-        "    return PeftModel.from_pretrained(base, adapter).merge_and_unload()\n",
-        "    return PeftModel.from_pretrained(base, adapter).unload()\n",
+        "common/models/merging.py",
+        "PeftModel.from_pretrained(base, adapter).merge_and_unload()\n",
+        "PeftModel.from_pretrained(base, adapter).unload()\n",
         GOLDEN,
     ),
 )
@@ -735,9 +735,9 @@ PLANS = (
 REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
-        "common/reporting/tables.py",
-        '        "Rows per step": row["Batch size"],\n',
-        '        "Rows per step": "8 x2",\n',
+        "common/reporting/chats.py",
+        '            col.BATCH.titled("Rows per step"),\n',
+        '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(
@@ -750,14 +750,14 @@ REPORTS = (
     Fault(
         "a README that is out of date passes",
         "common/report.py",
-        "    return int(bool(stale) and not write)\n",
-        "    return 0\n",
+        "    return int(not write and (bool(stale) or not all_are_read))\n",
+        "    return int(not write and not all_are_read)\n",
         _unit("report", "tables_check_exits_with_1_when_a_readme_is_out_of_date"),
     ),
     Fault(
         "runs of different work are compared",
         "common/reporting/rows.py",
-        "if workload(candidate, same) == workload(record, same) and",
+        "if workload(candidate, same) == shared and",
         'if candidate["effective_batch_size"] == record["effective_batch_size"] and',
         _unit("report", "runs_of_other_work_or_machines_are_not_compared"),
     ),
@@ -865,13 +865,13 @@ PROCESSES = (
     Fault(
         "a user's mistake ends with exit code 1",
         "common/base/command_line.py",
-        "_say_once(mistake)\n        sys.exit(BAD_INPUT_EXIT_CODE)\n",
-        "_say_once(mistake)\n        sys.exit(1)\n",
+        "_say_once(error)\n            sys.exit(BAD_INPUT_EXIT_CODE)\n",
+        "_say_once(error)\n            sys.exit(1)\n",
         _recipes("launchers", "bad_input_is_one_sentence_and_exit_code_2[number]"),
     ),
     Fault(
         "gradients that are no numbers reach the weights",
-        "common/training/trainer.py",
+        "common/training/loop.py",
         "if not self.args.fp16 and not math.isfinite(norm):",
         "if self.args.fp16 and not math.isfinite(norm):",
         _faults("processes", "a_step_that_cannot_be_taken_stops_all_before_it[ddp-nan]"),
@@ -894,22 +894,15 @@ PROCESSES = (
 
 GPUS = (
     Fault(
-        "a run on one GPU takes all that there are",
-        "common/training/trainer.py",
-        "    arguments._n_gpu = min(1, arguments.n_gpu)\n",
-        "",
-        _unit("training", "of_several_gpus_the_trainer_takes_one"),
-    ),
-    Fault(
         "fp16's skipped steps end a run after all its work",
-        "common/training/callbacks.py",
-        "        self.steps += self.accelerator.optimizer_step_was_skipped\n",
-        "        self.steps += 0\n",
+        "common/training/loop.py",
+        "            self.skipped_steps += self.scaler.get_scale() < scale\n",
+        "            self.skipped_steps += 0\n",
         _unit("training", "a_step_that_overflowed_is_none_of_the_schedules"),
     ),
     Fault(
         "weights that are given up stay in memory",
-        "common/training/trainer.py",
+        "common/models/freeing.py",
         "        tensor.data, tensor.grad = tensor.new_empty(0), None\n",
         "        tensor.grad = None\n",
         _unit("training", "weights_that_are_given_up_take_no_memory_whoever_still_has_them"),
@@ -931,8 +924,8 @@ GPUS = (
     Fault(
         "model parallel's layers all stay on the first device",
         "common/models/loading.py",
-        "                device_map=device_map,\n",
-        "                device_map=dict.fromkeys(device_map, next(iter(device_map.values()))),\n",
+        "            device_map=device_map,\n            output_",
+        "            device_map=dict.fromkeys(device_map, min(device_map.values())),\n            output_",
         _equals_one_device("MP, full"),
     ),
 )
@@ -941,8 +934,8 @@ MODELS_AND_ROWS = (
     Fault(
         "adapters enter the vision tower, whose layers have the same names",
         "common/models/trained_weights.py",
-        "    part, names = language_part(model), run.target_modules\n    if not part:\n",
-        "    part, names = language_part(model), run.target_modules\n    if True:\n",
+        '    part, takes_all = language_part(model), run.target_modules == "all-linear"\n',
+        '    part, takes_all = "", run.target_modules == "all-linear"\n',
         _unit("pictures", "adapters_stand_in_the_language_layers_alone"),
     ),
     Fault(
@@ -969,7 +962,7 @@ MODELS_AND_ROWS = (
     Fault(
         "of several answers in a row only the last is learnt",
         "common/data/templates.py",
-        "        _add_earlier_answers(masks, rows, whole, tokenizer)\n",
+        "        _add_earlier_answers(masks, rows, whole, tokenizer, template)\n",
         "        pass\n",
         _unit("data", "what_is_learnt_of_a_row_with_several_turns"),
     ),
@@ -983,14 +976,14 @@ MODELS_AND_ROWS = (
     Fault(
         "a row's tools are left out",
         "common/data/templates.py",
-        "            tools=tools,\n            add_generation_prompt=answer_follows,\n",
-        "            add_generation_prompt=answer_follows,\n",
+        "                messages, tools=tools, return_dict=True,",
+        "                messages, return_dict=True,",
         _unit("data", "tools_are_written_into_a_row"),
     ),
     Fault(
         "an archive is read as if it were a compressed file",
         "common/data/files.py",
-        "    if inner in ARCHIVES or (is_compressed and inner in BINARY):\n",
+        "    if suffix in ARCHIVES or (compression and suffix in BINARY):\n",
         "    if False:\n",
         _unit("labelled_data", "an_archive_is_refused"),
     ),
@@ -1004,8 +997,8 @@ MODELS_AND_ROWS = (
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
         "common/data/plain_texts.py",
-        "    for start in range(0, len(ids), length):\n",
-        "    for start in (0,):\n",
+        "            for start in range(0, len(ids), run.max_length):\n",
+        "            for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(
@@ -1025,8 +1018,8 @@ MODELS_AND_ROWS = (
     Fault(
         "a missing answer in a table is learnt as the word nan",
         "common/data/formats.py",
-        " and math.isfinite(content):",
-        ":",
+        "(isinstance(content, float) and math.isfinite(content)):",
+        "isinstance(content, float):",
         _unit("formats", "a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line"),
     ),
     Fault(
@@ -1052,7 +1045,7 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "an adapter that was not found again is taken for trained",
-        "common/training/export.py",
+        "common/models/merging.py",
         '    if any(weight.any() for name, weight in saved.items() if "lora_B" in name):\n',
         "    if False:\n",
         _unit("models", "a_trained_adapter_that_changes_nothing_is_refused"),

@@ -1,10 +1,20 @@
-"""What only LoRA fine-tuning on one device needs to show: one collated batch, token by token."""
+"""What only LoRA fine-tuning on one device needs: a batch, token by token, and TRL's trainer beside the loop."""
 
 import pandas as pd
 import torch
-from transformers import PreTrainedTokenizerBase
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, PrinterCallback
+from trl import SFTConfig, SFTTrainer
 
+from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.data.splits import tokenized
+from common.models.trained_weights import add_lora
+from common.runtime.recorder import Trial
+from common.runtime.world import Rank
+from common.training.beside import trained_beside
+from common.training.optimizers import training_arguments
+from common.training.steps import load
 
 
 def batch_table(batch: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, row: int = 0) -> pd.DataFrame:
@@ -19,3 +29,21 @@ def batch_table(batch: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBa
         "attention": seen,
         "label": ["ignored" if label == IGNORED_LABEL else tokenizer.decode([label]) for label in labels],
     })  # fmt: skip
+
+
+def train_by_trl(log: Trial) -> None:
+    """Train the same adapters with TRL's SFTTrainer, which has the loop inside."""
+    model, tokenizer, data = load(log)
+    rows = Dataset.from_list(list(tokenized(data, tokenizer, log.run).train))
+    config = training_arguments(log.run, log.folder, keeps=False, kind=SFTConfig, max_length=None)
+    adapted, told = add_lora(model, log.run), log.callbacks
+    trainer = SFTTrainer(adapted, config, train_dataset=rows, processing_class=tokenizer, callbacks=told)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def compare_with_trl(run: RunConfig, rank: Rank) -> pd.DataFrame:
+    """Return losses, time and memory of this folder's loop, and of TRL's trainer."""
+    from my_workflow_lora_finetuning import train  # here: a notebook imports that first
+
+    return trained_beside(run, rank, {"this loop": lambda log: train(log, *load(log)), "SFTTrainer": train_by_trl})

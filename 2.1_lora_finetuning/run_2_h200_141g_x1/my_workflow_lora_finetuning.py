@@ -7,11 +7,17 @@ From this folder:
 The notebook runs the same steps cell by cell.
 """
 
+from transformers import PreTrainedModel
+
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
+from common.data.rows import Splits
+from common.models.trained_weights import add_lora
 from common.records.store import Record
-from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, merge, record, train
+from common.runtime.recorder import RunRecorder
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, merge, record, sum_up
 
 RUN = RunConfig(
     technique="lora",
@@ -30,14 +36,27 @@ RUN = RunConfig(
 )
 
 
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Put adapters on the frozen base, and train them."""
+    with log.phase("build trainer"):
+        model = add_lora(model, log.run)
+        loop = TrainingLoop(model, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, _ in step:
+                loop.loss(batch, step.label_count).backward()
+            loop.update()
+    return loop
+
+
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
-        trainer = build_trainer(log, model, tokenizer, data)
-        trained = train(log, trainer)
-        tuned, differences = merge(log, trainer, tokenizer)
+        loop = train(log, model, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = merge(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

@@ -42,15 +42,16 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
     """Put adapters on this rank's replica, and train it with the others."""
     with log.phase("build trainer"):
         model = add_lora(model, log.run)
-        replica = data_parallel(model, log.rank)  # (1)
+        replica = data_parallel(model, log.rank)  # (1) DistributedDataParallel, which `loop.loss` calls
         loop = TrainingLoop(replica, tokenizer, data, log)
     with log.phase("training"):
-        for step in loop.steps():  # (2)
+        for step in loop.steps():  # (2) yields this rank's rows alone
             for batch, is_last in step:
+                # (3) before the last batch of a step gradients only add up on each rank
                 with nullcontext() if is_last else replica.no_sync():
-                    loss = loop.loss(batch, step.label_count)
-                    (loss * log.rank.world_size).backward()  # (3) DDP takes the mean, each loss is a part of one sum
-            loop.update()
+                    loss = loop.loss(batch, step.label_count)  # a sum over this batch, over the labels of all ranks
+                    (loss * log.rank.world_size).backward()  # DDP divides the ranks' sum by their number
+            loop.update()  # clip the gradients, step, and forget them
     return loop
 
 

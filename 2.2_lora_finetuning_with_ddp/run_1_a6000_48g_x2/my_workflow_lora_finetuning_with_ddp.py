@@ -7,20 +7,26 @@ From this folder:
         my_workflow_lora_finetuning_with_ddp.py --batch_size 16
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_lora_finetuning_with_ddp.py
 
-Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is
-non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
+Against 2.1: (1) each rank's model is a replica inside DDP, (2) a step gives each rank rows of its own, (3) the ranks'
+gradients are exchanged in the last backward pass of a step, (4) gradient checkpointing is non-reentrant, (5) the
+machine's ceiling is measured beside the speed-up.
 """
 
-from my_utils_lora_finetuning_with_ddp import device_map
+from contextlib import nullcontext
+
+from my_utils_lora_finetuning_with_ddp import measure_ceiling
+from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
+from common.data.rows import Splits
+from common.models.trained_weights import add_lora
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.ceiling import measure_machine_ceiling
-from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, merge, record, train
-from common.training.trainer import AuditedTrainer
+from common.training.ddp import data_parallel
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, merge, record, sum_up
 
 RUN = RunConfig(
     technique="lora",
@@ -41,23 +47,32 @@ RUN = RunConfig(
 )
 
 
-def measure_ceiling(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, float] | None:
-    """Measure the highest possible speed-up (4); on CPU only, as one GPU may not hold the global batch."""
-    if log.run.device == "cuda":
-        return None
-    with log.phase("machine ceiling"):
-        return measure_machine_ceiling(trainer, log.rank)
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Put adapters on this rank's replica, and train it with the others."""
+    with log.phase("build trainer"):
+        model = add_lora(model, log.run)
+        replica = data_parallel(model, log.rank)  # (1) DistributedDataParallel, which `loop.loss` calls
+        loop = TrainingLoop(replica, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():  # (2) yields this rank's rows alone
+            for batch, is_last in step:
+                # (3) before the last batch of a step gradients only add up on each rank
+                with nullcontext() if is_last else replica.no_sync():
+                    loss = loop.loss(batch, step.label_count)  # a sum over this batch, over the labels of all ranks
+                    (loss * log.rank.world_size).backward()  # DDP divides the ranks' sum by their number
+            loop.update()  # clip the gradients, step, and forget them
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        model, tokenizer, data = load(log, device_map(log.rank))  # (2)
+        model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
-        trainer = build_trainer(log, model, tokenizer, data)
-        trained = train(log, trainer)
-        ceiling = measure_ceiling(log, trainer)
-        tuned, differences = merge(log, trainer, tokenizer)
+        loop = train(log, model, tokenizer, data)
+        trained = sum_up(loop)
+        ceiling = measure_ceiling(loop)  # (5)
+        tuned, differences = merge(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 

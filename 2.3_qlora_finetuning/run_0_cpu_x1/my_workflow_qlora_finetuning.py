@@ -18,9 +18,10 @@ from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
+from common.data.splits import load_splits
 from common.models.freeing import free_model
-from common.models.loading import load_base_model, waiting_on_host, weight_dtype
-from common.models.quantization import StoredWeights, stored_weights
+from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
+from common.models.quantization import StoredWeights, quantization_config, stored_weights
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
@@ -28,7 +29,7 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
-from common.training.steps import Metrics, Tokenizer, load, sum_up
+from common.training.steps import Metrics, Tokenizer, sum_up
 
 RUN = RunConfig(
     technique="qlora",
@@ -36,6 +37,14 @@ RUN = RunConfig(
     run_folder="2.3_qlora_finetuning/run_0_cpu_x1",
     gradient_checkpointing=True,
 )
+
+
+def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+    """Load the base, each matrix of which is quantized to 4 bits as it is read, its tokenizer, and the rows."""
+    with log.phase("load model and data"):
+        device, in_4_bits = whole_model_on(log.rank.device), quantization_config(log.run)
+        base = load_base_model(log.run, device, quantization=in_4_bits)
+        return base, load_tokenizer(log.run), load_splits(log.run)
 
 
 def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> StoredWeights:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.hardware.devices import read_memory
+from common.models.freeing import free_model
 from common.models.loading import (
     check_equal_logits,
     load_base_model,
@@ -27,14 +28,15 @@ from common.models.loading import (
     waiting_on_host,
     weight_dtype,
 )
+from common.models.merging import comparing, reloaded_difference, whole_logits_at_once
 from common.models.quantization import StoredWeights, dequantized, relative_error
 from common.planning.device_maps import whole_model_on
 from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import comparing, reloaded_difference, save_and_free, whole_logits_at_once
-from common.training.trainer import AuditedTrainer, free_model
+from common.training.export import save_and_free
+from common.training.loop import TrainingLoop
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -72,9 +74,7 @@ class Merged:
     without_adapter: Callable[[], AbstractContextManager] = nullcontext
 
 
-def merge_both_ways(
-    log: RunRecorder, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase, has_room: bool
-) -> Merged:
+def merge_both_ways(log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, has_room: bool) -> Merged:
     """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
 
     Rank 0 writes, and merges in the host's memory, as there are two unquantized models. The adapter on a newly
@@ -85,7 +85,7 @@ def merge_both_ways(
         RuntimeError: what was saved is not what was trained.
     """
     run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
-    batch, expected, _ = save_and_free(trainer, folder / "adapter")
+    batch, expected, _ = save_and_free(loop, folder / "adapter")
     differences, error = {}, None
     if log.rank.is_main:
         load = partial(load_base_model, run, device)
@@ -98,18 +98,18 @@ def merge_both_ways(
     tuned = load_base_model(run, device, source=folder / "merged")
     with comparing(tuned, expected, log.memory):
         differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
-    losses = {"merged": validation_loss(tuned, trainer, tokenizer)}
+    losses = {"merged": validation_loss(tuned, loop, tokenizer)}
     with waiting_on_host(tuned):
         on_original = load_base_model(run, device, source=folder / ON_ORIGINAL)
         differences[ON_ORIGINAL] = (next_token_logits(on_original, batch) - expected).abs().max().item()
-        losses[ON_ORIGINAL] = validation_loss(on_original, trainer, tokenizer)
+        losses[ON_ORIGINAL] = validation_loss(on_original, loop, tokenizer)
         free_model(on_original)
     return Merged(tuned, True, differences, losses, error)
 
 
-def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
-    rows = list(trainer.eval_dataset)
+def validation_loss(model: torch.nn.Module, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Return the mean over the answer tokens of the loop's validation rows, as in training, on this device."""
+    rows = list(loop.validation_rows)
     collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
     for places in whole_logits_at_once([len(row["input_ids"]) for row in rows], model):
         batch = collate([rows[place] for place in places])

@@ -18,14 +18,18 @@ from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
-from common.models.loading import load_base_model, waiting_on_host, weight_dtype
-from common.models.quantization import StoredWeights, stored_weights
+from common.data.splits import load_splits
+from common.models.freeing import free_model
+from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
+from common.models.quantization import StoredWeights, quantization_config, stored_weights
+from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.steps import Metrics, Tokenizer, build_trainer, load, train
-from common.training.trainer import AuditedTrainer, free_model
+from common.training.ddp import data_parallel, exchanging
+from common.training.loop import TrainingLoop
+from common.training.steps import Metrics, Tokenizer, sum_up
 
 RUN = RunConfig(
     technique="qlora",
@@ -45,6 +49,14 @@ RUN = RunConfig(
     gradient_checkpointing=True,  # without it rows of 1,024 tokens do not fit
     lora_dropout=0.0,  # none of its 196 masks is drawn and kept in a pass
 )
+
+
+def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+    """Load the base, each matrix of which is quantized to 4 bits as it is read, its tokenizer, and the rows."""
+    with log.phase("load model and data"):
+        device, in_4_bits = whole_model_on(log.rank.device), quantization_config(log.run)
+        base = load_base_model(log.run, device, quantization=in_4_bits)
+        return base, load_tokenizer(log.run), load_splits(log.run)
 
 
 def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> StoredWeights:
@@ -90,10 +102,24 @@ def evaluate_before(
         return evaluate(model, tokenizer, data.test, judges_before(log, model, tokenizer, has_room), log, "before")
 
 
-def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Put adapters on the base in 4 bits, and train them, on one device or with DDP on several as in 2.2."""
+    with log.phase("build trainer"):
+        replica = data_parallel(add_lora(model, log.run), log.rank)
+        loop = TrainingLoop(replica, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with exchanging(replica, is_last):
+                    (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
+            loop.update()
+    return loop
+
+
+def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, has_room: bool) -> Merged:
     """Save the adapter, and merge it into the de-quantized and into the original base."""
     with log.phase("merge and reload"):
-        return merge_both_ways(log, trainer, tokenizer, has_room)
+        return merge_both_ways(log, loop, tokenizer, has_room)
 
 
 def judges_of(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, merged: Merged) -> Iterator[Judge]:
@@ -155,9 +181,9 @@ def workflow(run: RunConfig) -> Record:
         stored = look_at_weights(log, model)
         has_room = has_room_for_whole_models(log.run, log.rank, stored)
         before = evaluate_before(log, model, tokenizer, data, has_room)
-        trainer = build_trainer(log, model, tokenizer, data)
-        trained = train(log, trainer)
-        merged = merge(log, trainer, tokenizer, has_room)
+        loop = train(log, model, tokenizer, data)
+        trained = sum_up(loop)
+        merged = merge(log, loop, tokenizer, has_room)
         after = evaluate_after(log, merged, tokenizer, data)
         return record(log, stored, merged, before, after, trained)
 

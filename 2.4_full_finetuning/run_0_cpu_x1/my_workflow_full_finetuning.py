@@ -8,13 +8,14 @@ The notebook runs the same steps cell by cell. Against 2.1: (1) no adapter, but 
 merge, as the best checkpoint is the model.
 """
 
-from my_utils_full_finetuning import set_trained_layers
+from my_utils_full_finetuning import trained_layers
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
+from common.models.trained_weights import train_linear_layers
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
@@ -30,7 +31,8 @@ RUN = RunConfig(
 def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     """Switch on the layers to train (1), and train them."""
     with log.phase("build trainer"):
-        print(set_trained_layers(model, log.run).to_string(index=False))
+        train_linear_layers(model, log.run.target_modules)
+        print(trained_layers(model).to_string(index=False))
         loop = TrainingLoop(model, tokenizer, data, log)
     with log.phase("training"):
         for step in loop.steps():

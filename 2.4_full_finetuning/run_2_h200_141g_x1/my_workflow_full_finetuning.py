@@ -8,18 +8,18 @@ The notebook runs the same steps cell by cell. Against 2.1: (1) no adapter, but 
 merge, as the best checkpoint is the model.
 """
 
-from my_utils_full_finetuning import set_trained_layers
+from my_utils_full_finetuning import trained_layers
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
-from common.data.splits import tokens_of
+from common.models.trained_weights import train_linear_layers
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, train
-from common.training.trainer import AuditedTrainer, make_trainer
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
 
 RUN = RunConfig(
     technique="full",
@@ -39,12 +39,18 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Switch on the layers to train (1), turn rows into tokens, and build the trainer of both."""
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Switch on the layers to train (1), and train them."""
     with log.phase("build trainer"):
-        print(set_trained_layers(model, log.run).to_string(index=False))
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(model, tokenizer, rows, validation, log)
+        train_linear_layers(model, log.run.target_modules)
+        print(trained_layers(model).to_string(index=False))
+        loop = TrainingLoop(model, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, _ in step:
+                loop.loss(batch, step.label_count).backward()
+            loop.update()
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
@@ -52,9 +58,9 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
-        trainer = build_trainer(log, model, tokenizer, data)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)  # (2)
+        loop = train(log, model, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer)  # (2)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

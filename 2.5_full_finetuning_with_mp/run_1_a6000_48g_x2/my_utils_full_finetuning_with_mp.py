@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import check_equal_logits, next_token_logits
+from common.models.placement import Placement
 from common.models.trained_weights import train_linear_layers
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
-from common.models.placement import Placement
 
 
 def custom_device_map(log: RunRecorder, placement: Placement) -> dict[str, str | int]:

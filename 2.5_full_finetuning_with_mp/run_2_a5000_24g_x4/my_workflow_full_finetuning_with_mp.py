@@ -9,8 +9,6 @@ The notebook runs the same steps cell by cell. Against 2.4: (1) layers are place
 device is fuller than it must be, (2) the model loads by that map, (3) a spy proves that every stage works.
 """
 
-from collections.abc import Sequence
-
 from my_utils_full_finetuning_with_mp import check_stages, custom_device_map, set_trained_layers
 from transformers import PreTrainedModel
 
@@ -18,12 +16,12 @@ from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.batches import longest_batch
-from common.data.rows import Splits, Tokens
-from common.data.splits import tokens_of
+from common.data.rows import Splits
 from common.models.loading import load_base_model
+from common.models.placement import Placement, place_stages, placement_table
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.models.placement import Placement, place_stages, placement_table
+from common.training.loop import TrainingLoop
 from common.training.steps import (
     Metrics,
     Tokenizer,
@@ -32,9 +30,8 @@ from common.training.steps import (
     load_data,
     record,
     save,
-    train,
+    sum_up,
 )
-from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     technique="full",
@@ -55,10 +52,10 @@ RUN = RunConfig(
 )
 
 
-def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
+def place(log: RunRecorder, data: Splits) -> Placement:
     """Compute the device map (1), and print it beside Accelerate's own and an even split."""
     with log.phase("place layers"):
-        batch = longest_batch(rows, log.run.per_device_train_batch_size, log.run)
+        batch = longest_batch(data.train, log.run.per_device_train_batch_size, log.run)
         print(placement_table(log.run, batch, log.gpu()).to_string(index=False))
         return place_stages(log.run, batch, log.gpu())
 
@@ -74,31 +71,31 @@ def load(log: RunRecorder, placement: Placement) -> tuple[PreTrainedModel, Metri
         return model, seen
 
 
-def build_trainer(
-    log: RunRecorder,
-    placement: Placement,
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    rows: Sequence[Tokens],
-    data: Splits,
-) -> AuditedTrainer:
-    """Switch on the layers to train, and build the trainer of rows and model."""
+def train(
+    log: RunRecorder, placement: Placement, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits
+) -> TrainingLoop:
+    """Switch on the layers to train, and train them; hidden states go from device to device, and gradients back."""
     with log.phase("build trainer"):
         print(set_trained_layers(model, log.run).to_string(index=False))
-        validation = tokens_of(data.validation, tokenizer, log.run)
-        return make_trainer(model, tokenizer, rows, validation, log, placement.plan)
+        loop = TrainingLoop(model, tokenizer, data, log, plan=placement.plan)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, _ in step:
+                loop.loss(batch, step.label_count).backward()
+            loop.update()
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with run_started(run) as log:
-        tokenizer, data, rows = load_data(log)
-        placement = place(log, rows)
+        tokenizer, data = load_data(log)
+        placement = place(log, data)
         model, seen = load(log, placement)
         before = evaluate_before(log, model, tokenizer, data)
-        trainer = build_trainer(log, placement, model, tokenizer, rows, data)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer, custom_device_map(log, placement))
+        loop = train(log, placement, model, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer, custom_device_map(log, placement))
         after = evaluate_after(log, tuned, tokenizer, data, custom_device_map(log, placement))
         figures = {"placement": placement.for_record(), "stages_seen": seen, "largest_logit_differences": differences}
         return record(log, before, after, **trained, **figures)

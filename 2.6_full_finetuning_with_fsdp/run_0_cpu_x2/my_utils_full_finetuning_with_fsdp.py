@@ -1,12 +1,23 @@
-"""What only sharding needs to show: what each rank holds, beside what one device would, and how fast ranks can be."""
+"""What only sharding needs to show: what each rank holds, how fast ranks can be, and the library's own trainer."""
 
 from typing import Any
 
 import pandas as pd
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers.distributed.configuration_utils import DistributedConfig
 
+from common.base.run_config import RunConfig
+from common.data.batches import make_collator
+from common.models.loading import weight_dtype, what_to_load
+from common.models.trained_weights import with_trained_weights
+from common.runtime.rank import end_rank, start_rank
+from common.runtime.recorder import Trial
+from common.training.beside import trained_beside
 from common.training.ceiling import can_measure_ceiling, measure_machine_ceiling
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
+from common.training.optimizers import training_arguments
+from common.training.steps import load_data
 
 PARTS = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer states"}
 
@@ -25,3 +36,28 @@ def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str
         return None
     with loop.log.phase("machine ceiling"):
         return measure_machine_ceiling(loop, load_replica(loop.run, loop.rank))
+
+
+def train_by_trainer(log: Trial) -> None:
+    """Train with Transformers' Trainer, on a model that Transformers divides among the ranks as it loads."""
+    tokenizer, data = load_data(log)
+    sharded = DistributedConfig(fsdp_size=log.rank.world_size)
+    source, dtype = what_to_load(log.run), weight_dtype(log.run)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, distributed_config=sharded)
+    arguments = training_arguments(log.run, log.folder, keeps=False, kind=TrainingArguments)
+    model, collate = with_trained_weights(model, log.run), make_collator(tokenizer)
+    trainer = Trainer(model, arguments, collate, data.train, callbacks=log.callbacks)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def compare_with_trainer(run: RunConfig) -> None:
+    """Print losses, time and memory of this folder's loop, and of the Trainer's; called on every rank."""
+    from my_workflow_full_finetuning_with_fsdp import train  # here: it imports this module
+
+    rank = start_rank(run)
+    ways = {"this loop": lambda log: train(log, *load_data(log)), "Trainer": train_by_trainer}
+    table = trained_beside(run, rank, ways)
+    if rank.is_main:
+        print(table.to_string())
+    end_rank()

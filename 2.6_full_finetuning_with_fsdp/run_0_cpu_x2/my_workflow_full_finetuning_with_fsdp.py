@@ -18,10 +18,11 @@ from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
+from common.models.divided import mesh_of
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.ddp import data_parallel, exchanging, load_replica
-from common.training.fsdp import load_shards
+from common.training.fsdp import load_parts, shard
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
@@ -39,7 +40,8 @@ RUN = RunConfig(
 def train_with_fsdp(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     """Train with FSDP: weights are gathered layer by layer, gradients are summed and divided."""
     with log.phase("build trainer"):
-        model = load_shards(log.run, log.rank)  # (2)
+        mesh = mesh_of(log.rank, log.run)
+        model = shard(load_parts(log.run, log.rank, mesh), log.run, mesh)  # (2)
         loop = TrainingLoop(model, tokenizer, data, log)
     with log.phase("training"):
         for step in loop.steps():

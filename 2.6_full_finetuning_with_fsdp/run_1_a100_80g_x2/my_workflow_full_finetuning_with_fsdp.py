@@ -7,29 +7,26 @@ From this folder:
         my_workflow_full_finetuning_with_fsdp.py --technique lora
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
-(3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a
-part of every rank, (5) at the end the parts become one model, (6) the machine's ceiling is measured beside it.
+(3) gradients are exchanged in the last backward pass of a step, (4) the effective batch grows with the ranks, and the
+learning rate with the square root of that, (5) checkpoints have a part of every rank, (6) at the end the parts become
+one model, (7) the machine's ceiling is measured beside it.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
-from my_utils_full_finetuning_with_fsdp import held_table
+from my_utils_full_finetuning_with_fsdp import held_table, measure_ceiling
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
-from common.data.rows import Splits, Tokens
-from common.data.splits import tokens_of
-from common.planning.device_maps import whole_model_on
+from common.data.rows import Splits
+from common.models.divided import mesh_of
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.ceiling import can_measure_ceiling, measure_machine_ceiling
-from common.training.ddp import Ddp
-from common.training.loop import LoopTrainer
-from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
-from common.training.strategy import strategy_class, whole_model_to_train
-from common.training.trainer import make_trainer
+from common.training.ddp import data_parallel, exchanging, load_replica
+from common.training.fsdp import load_parts, shard
+from common.training.loop import TrainingLoop
+from common.training.optimizers import make_optimizer
+from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
+from common.training.zero import load_for_zero, zero_engine
 
 RUN = RunConfig(
     technique="full",
@@ -50,42 +47,78 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits) -> LoopTrainer:
-    """Load this rank's part of the model (2), and build the trainer of rows and model."""
+def train_with_fsdp(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train with FSDP: weights are gathered layer by layer, gradients are summed and divided."""
     with log.phase("build trainer"):
-        validation = tokens_of(data.validation, tokenizer, log.run)
-        makes_strategy = Ddp if log.run.parallelism.replicates else strategy_class(log.run)  # DDP in the same loop
-        strategy = makes_strategy(log.run, log.rank)
-        model = strategy.load_model()
-        return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=LoopTrainer)
+        mesh = mesh_of(log.rank, log.run)
+        model = shard(load_parts(log.run, log.rank, mesh), log.run, mesh)  # (2)
+        loop = TrainingLoop(model, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                model.set_requires_gradient_sync(is_last)  # (3)
+                loss = loop.loss(batch, step.label_count)
+                (loss * log.rank.world_size).backward()  # FSDP takes the mean, each loss is a part of one sum
+            loop.update()
+    return loop
 
 
-def train_shards(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
-    """Train with checkpoints of all ranks' parts (4), and print what each rank held."""
-    figures = train(log, trainer)
-    if log.rank.is_main and figures["held"]:
+def train_with_zero(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train with DeepSpeed's ZeRO, whose engine divides what the stage says, exchanges and steps."""
+    with log.phase("build trainer"):
+        model = load_for_zero(log.run, log.rank)
+        optimizer = make_optimizer(model, log.run)
+        engine = zero_engine(model, optimizer, log.run)  # (2)
+        loop = TrainingLoop(engine, tokenizer, data, log, optimizer)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                engine.set_gradient_accumulation_boundary(is_last)  # (3)
+                loss = loop.loss(batch, step.label_count)
+                engine.backward(loss * log.rank.world_size, scale_wrt_gas=False)  # it takes the mean, too
+            loop.update()
+    return loop
+
+
+def train_with_ddp(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train with DDP, for comparison: every rank holds everything."""
+    with log.phase("build trainer"):
+        replica = data_parallel(load_replica(log.run, log.rank), log.rank)
+        loop = TrainingLoop(replica, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with exchanging(replica, is_last):
+                    (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
+            loop.update()
+    return loop
+
+
+def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train with checkpoints of all ranks' parts (5)."""
+    parallelism = log.run.parallelism
+    if parallelism.uses_fsdp:
+        return train_with_fsdp(log, tokenizer, data)
+    return (train_with_zero if parallelism.uses_deepspeed else train_with_ddp)(log, tokenizer, data)
+
+
+def tell_held(loop: TrainingLoop) -> Metrics:
+    """Sum up the training, and print what each rank held."""
+    figures = sum_up(loop)
+    if loop.rank.is_main and "held" in figures:
         print(held_table(figures["held"]).to_string())
     return figures
-
-
-def measure_ceiling(log: RunRecorder, trainer: LoopTrainer, held: dict[str, Any] | None) -> dict[str, float] | None:
-    """Measure the highest possible speed-up (6); on CPU only, of a model small enough to be whole on each rank."""
-    if not can_measure_ceiling(log.run, held):
-        return None
-    with log.phase("machine ceiling"):
-        whole = whole_model_to_train(log.run, whole_model_on(log.rank.device))
-        return measure_machine_ceiling(trainer, log.rank, whole)
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        tokenizer, data, rows = load_data(log)
+        tokenizer, data = load_data(log)
         before = evaluate_before(log, None, tokenizer, data)
-        trainer = build_trainer(log, tokenizer, rows, data)
-        trained = train_shards(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)  # (5)
-        ceiling = measure_ceiling(log, trainer, trained["held"])
+        loop = train(log, tokenizer, data)
+        trained = tell_held(loop)
+        tuned, differences = save(log, loop, tokenizer)  # (6)
+        ceiling = measure_ceiling(loop, trained.get("held"))  # (7)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 

@@ -1,8 +1,11 @@
-"""What only pipeline parallel needs to show: a look at all stages."""
+"""What only pipeline parallel needs to show: a look at all stages, and what their schedules bring."""
 
 import pandas as pd
 
 from common.models.placement import Placement
+from common.training.loop import TrainingLoop
+from common.training.pipeline_measure import measure_pipeline
+from common.training.steps import Metrics
 
 
 def stage_table(placement: Placement) -> pd.DataFrame:
@@ -16,3 +19,11 @@ def stage_table(placement: Placement) -> pd.DataFrame:
         "micro-batches in flight": [share.in_flight for share in plan.shares],
         "planned peak (GiB)": [round(memory.peak_gib, 3) for memory in plan.devices],
     })  # fmt: skip
+
+
+def measure(loop: TrainingLoop) -> Metrics | None:
+    """Time GPipe and 1F1B against naive model parallel; on CPU only, as a GPU may lack the memory."""
+    if loop.run.device == "cuda":
+        return None
+    with loop.log.phase("measure the pipeline"):
+        return measure_pipeline(loop)

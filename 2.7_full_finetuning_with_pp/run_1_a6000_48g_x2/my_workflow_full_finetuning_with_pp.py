@@ -8,28 +8,24 @@ From this folder:
     torchrun --nproc_per_node 2 --rdzv_backend c10d --rdzv_conf store_type=file \
         my_workflow_full_finetuning_with_pp.py --technique lora
 
-Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads its stage only, (3) the trainer's step is
-a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one model.
+Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads its stage only, (3) the passes of a step
+are ordered by a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one
+model.
 """
 
-from collections.abc import Sequence
-
-from my_utils_full_finetuning_with_pp import stage_table
+from my_utils_full_finetuning_with_pp import measure, stage_table
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.batches import longest_batch
-from common.data.rows import Splits, Tokens
-from common.data.splits import tokens_of
+from common.data.rows import Splits
+from common.models.placement import Placement, place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.loop import LoopTrainer
-from common.training.pipeline_measure import measure_pipeline
-from common.models.placement import Placement, place_stages
-from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
-from common.training.strategy import strategy_class
-from common.training.trainer import make_trainer
+from common.training.loop import TrainingLoop
+from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
 
 RUN = RunConfig(
     technique="full",
@@ -50,44 +46,40 @@ RUN = RunConfig(
 )
 
 
-def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
+def place(log: RunRecorder, data: Splits) -> Placement:
     """Choose which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
-        placement = place_stages(log.run, longest_batch(rows, log.run.per_device_train_batch_size, log.run), log.gpu())
+        batch = longest_batch(data.train, log.run.per_device_train_batch_size, log.run)
+        placement = place_stages(log.run, batch, log.gpu())
         if log.rank.is_main:
             print(stage_table(placement).to_string(index=False))
         return placement
 
 
-def build_trainer(
-    log: RunRecorder, placement: Placement, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits
-) -> LoopTrainer:
-    """Load this rank's stage (2), and build its schedules (3) and the trainer of both."""
+def train(log: RunRecorder, placement: Placement, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train this rank's stage, to which hidden states come from the stage before, and gradients from the next one."""
     with log.phase("build trainer"):
-        strategy = strategy_class(log.run)(log.run, log.rank)
-        stage = strategy.load_model(placement.stage_map)
-        validation = tokens_of(data.validation, tokenizer, log.run)
-        return make_trainer(stage, tokenizer, rows, validation, log, placement.plan, strategy, LoopTrainer)
-
-
-def measure(log: RunRecorder, trainer: LoopTrainer) -> Metrics | None:
-    """Time GPipe and 1F1B against naive model parallel (4); on CPU only, as a GPU may lack the memory."""
-    if log.run.device == "cuda":
-        return None
-    with log.phase("measure the pipeline"):
-        return measure_pipeline(trainer)
+        stage = trained_stage(log.run, placement.stage_map, log.rank)  # (2)
+        pipeline = Pipeline(StageModule(stage, log.run, log.rank), log.run, log.rank)
+        loop = TrainingLoop(pipeline, tokenizer, data, log, plan=placement.plan)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, _ in step:
+                loop.add_loss(pipeline.train_step(batch, step.label_count))  # (3)
+            loop.update()
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        tokenizer, data, rows = load_data(log)
-        placement = place(log, rows)
+        tokenizer, data = load_data(log)
+        placement = place(log, data)
         before = evaluate_before(log, None, tokenizer, data)
-        trainer = build_trainer(log, placement, tokenizer, rows, data)
-        trained = train(log, trainer)
-        pipeline = measure(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)  # (5)
+        loop = train(log, placement, tokenizer, data)
+        trained = sum_up(loop)
+        pipeline = measure(loop)  # (4)
+        tuned, differences = save(log, loop, tokenizer)  # (5)
         after = evaluate_after(log, tuned, tokenizer, data)
         figures = {"placement": placement.for_record(), "pipeline": pipeline, "largest_logit_differences": differences}
         return record(log, before, after, **trained, **figures)

@@ -11,10 +11,10 @@ from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel, exchanging, load_replica
 from common.training.export import save_and_reload
 from common.training.loop import TrainingLoop
-from common.training.pipeline import pipeline_of, trained_stage
+from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.pipeline_measure import measure_pipeline
 from common.training.steps import Metrics, Tokenizer
-from common.training.tensor_parallel import load_split
+from common.training.tensor_parallel import load_columns, mesh_of_all, split_by_plan
 
 
 def train_replicas(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
@@ -34,7 +34,8 @@ def train_replicas(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Trai
 def train_columns(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     """Train with tensor parallel: ranks have the same rows, and sum hidden states and gradients in both passes."""
     with log.phase("build trainer"):
-        model = load_split(log.run, log.rank)
+        mesh = mesh_of_all(log.rank)
+        model = split_by_plan(load_columns(log.run, log.rank, mesh), mesh)
         loop = TrainingLoop(model, tokenizer, data, log)
     with log.phase("training"):
         for step in loop.steps():
@@ -50,7 +51,8 @@ def train_stages(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Traini
         data = tokenized(data, tokenizer, log.run)
         batch = longest_batch(data.train, log.run.per_device_train_batch_size, log.run)
         placement = place_stages(log.run, batch, log.gpu())
-        pipeline = pipeline_of(trained_stage(log.run, placement.stage_map, log.rank), log.run, log.rank)
+        stage = trained_stage(log.run, placement.stage_map, log.rank)
+        pipeline = Pipeline(StageModule(stage, log.run, log.rank), log.run, log.rank)
         loop = TrainingLoop(pipeline, tokenizer, data, log, plan=placement.plan)
     with log.phase("training"):
         for step in loop.steps():

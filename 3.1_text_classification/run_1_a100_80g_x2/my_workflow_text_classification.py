@@ -15,7 +15,7 @@ From this folder:
 import sys
 from functools import partial
 
-from my_utils_text_classification import build_trainer, measure, save
+from my_utils_text_classification import measure, save, train_columns, train_replicas, train_stages
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
@@ -27,7 +27,8 @@ from common.models.loading import load_tokenizer
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.classification import classify
-from common.training.steps import Tokenizer, record, score_after, score_before, train
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, record, score_after, score_before, sum_up
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -72,15 +73,22 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
         return tokenizer, data
 
 
+def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train as the run's parallelism has it."""
+    if log.run.parallelism.pipelines:
+        return train_stages(log, tokenizer, data)
+    return (train_columns if log.run.parallelism.splits_matrices else train_replicas)(log, tokenizer, data)
+
+
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank; before training the head is random, and the base's labels are chance."""
     with run_started(run) as log:
         tokenizer, data = load_data(log)
         before = score_before(log, tokenizer, data, classify)
-        trainer = build_trainer(log, tokenizer, data)
-        trained = train(log, trainer)
-        measured = measure(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
+        loop = train(log, tokenizer, data)
+        trained = sum_up(loop)
+        measured = measure(loop)
+        tuned, differences = save(log, loop, tokenizer)
         after = score_after(log, tuned, tokenizer, data, classify)
         if log.rank.is_main:
             print(f"best validation accuracy: {trained['best_accuracy']:.4f}; the model: results/{log.folder.name}")

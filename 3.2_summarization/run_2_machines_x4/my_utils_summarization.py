@@ -1,17 +1,26 @@
-"""What the three workflows of this folder share: the run, its data, and what is trained."""
+"""What the three workflows of this folder share: the run and its data; and how machines bring gradients together."""
 
+import socket
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from hashlib import sha256
 
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.batches import longest_first, partition
+from common.data.batches import partition
 from common.data.rows import Splits
-from common.data.splits import load_splits, tokens_of
+from common.data.splits import load_splits
 from common.data.texts import say_long_texts
 from common.models.loading import load_tokenizer
 from common.runtime.recorder import RunRecorder
 from common.training.steps import Tokenizer
-from common.training.strategy import Strategy
-from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     task="summarization",
@@ -61,12 +70,86 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
         return tokenizer, data
 
 
-def build(
-    log: RunRecorder, tokenizer: Tokenizer, data: Splits, strategy: Strategy, trainer_class: type[AuditedTrainer]
-) -> AuditedTrainer:
-    """Load the whole model on every rank, and build what trains it on the rank's own rows."""
-    with log.phase("build trainer"):
-        model = strategy.load_model()
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        validation = longest_first(validation)
-        return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class)
+# -- gradients of several machines brought together
+
+Bucket = list[torch.nn.Parameter]
+
+
+def buckets_of(weights: list[torch.nn.Parameter], bucket_bytes: float) -> list[Bucket]:
+    """Return the trained weights in groups of about `bucket_bytes`, the last layer first, as in a backward pass."""
+    buckets: list[Bucket] = []
+    held = bucket_bytes
+    for weight in reversed([weight for weight in weights if weight.requires_grad]):
+        if held + weight.nbytes > bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(weight)
+        held += weight.nbytes
+    return buckets
+
+
+def sum_gradients(buckets: list[Bucket]) -> None:
+    """Replace every gradient by its sum over all ranks: one message for each bucket, none for each weight."""
+    for bucket in buckets:
+        gradients = [weight.grad for weight in bucket if weight.grad is not None]  # an unused weight has none anywhere
+        if gradients:
+            flat = parameters_to_vector(gradients)
+            dist.all_reduce(flat)
+            vector_to_parameters(flat, gradients)
+
+
+def check_same_weights(model: torch.nn.Module) -> None:
+    """Refuse to begin where the ranks' models differ: equal gradients would not make them equal.
+
+    Raises:
+        BadInputError: with a digest of each rank's weights, and its host.
+    """
+    digest = sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy())
+    found = gather_object([(socket.gethostname(), digest.hexdigest()[:12])])
+    if len({digest for _, digest in found}) > 1:
+        listed = ", ".join(f"rank {rank} ({host}) {digest}" for rank, (host, digest) in enumerate(found))
+        raise BadInputError(f"The ranks begin with different weights ({listed}): give all the same --model.")
+
+
+def send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Call PyTorch's hook, which DDP lets through by its own name with NCCL alone; gloo sums bf16, too."""
+    return bf16_compress_hook(group, bucket)
+
+
+class GradientExchange:
+    """Sums the gradients of all ranks of a loop, as `RunConfig.gradient_exchange` says.
+
+    Each rank's loss is its sum over the labelled tokens of *all* ranks, so that the sum of the ranks' gradients is the
+    mean over these tokens: a rank with longer summaries weighs more, as it would on one device.
+    """
+
+    def __init__(self, model: torch.nn.Module, run: RunConfig) -> None:
+        """`model` is this rank's; DDP, where it is asked for, stands around it.
+
+        Raises:
+            BadInputError: the ranks' models differ.
+        """
+        check_same_weights(model)
+        self.ranks, self.overlaps = dist.get_world_size(), run.gradient_exchange != "after"
+        self.model = model
+        self.buckets = buckets_of(list(model.parameters()), run.bucket_cap_mb * 2**20)
+        if self.overlaps:
+            self.model = DistributedDataParallel(model, bucket_cap_mb=run.bucket_cap_mb, gradient_as_bucket_view=True)
+        if run.gradient_exchange == "overlapped-bf16":
+            self.model.register_comm_hook(None, send_as_bf16)
+
+    def part(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return a context for the passes of a micro-batch: DDP sends in the last one of a step only."""
+        return nullcontext() if is_last or not self.overlaps else self.model.no_sync()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of this rank's share of the loss."""
+        factor = self.ranks if self.overlaps else 1  # DDP takes the mean over ranks, but each loss is part of a sum
+        (loss * factor).backward()
+
+    def complete(self) -> None:
+        """Give every rank the sum of all gradients."""
+        if not self.overlaps:
+            sum_gradients(self.buckets)

@@ -14,45 +14,49 @@ move on once for every rank at each step.
 from contextlib import nullcontext
 
 from accelerate import Accelerator
-from my_utils_summarization import build, load_data, run_with
+from my_utils_summarization import load_data, run_with
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
+from common.data.rows import Splits
 from common.records.store import Record
+from common.runtime.recorder import RunRecorder
 from common.tasks.summarization import summarize
-from common.training.replicas import PlainLoop, Replicas
-from common.training.steps import record, save, score_after, score_before, train
+from common.training.ddp import load_replica
+from common.training.loop import TrainingLoop
+from common.training.optimizers import make_optimizer
+from common.training.steps import Tokenizer, record, save, score_after, score_before, sum_up
 
 RUN = run_with(loop="accelerate")
 
 
-def training_loop(loop: PlainLoop) -> None:
+def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)  # (1) (2)
-    for step in loop.steps():
-        for batch, is_last in step:
-            with nullcontext() if is_last else accelerator.no_sync(model):
-                loss = loop.loss_of(model, batch, step.num_items_in_batch)
-                # DDP takes the mean over ranks, but each loss is part of a sum
-                accelerator.backward(loss * accelerator.num_processes)
-        if loop.args.max_grad_norm:
-            accelerator.clip_grad_norm_(model.parameters(), loop.args.max_grad_norm)
-        loop.look_at_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
+    with log.phase("build trainer"):
+        accelerator = Accelerator()
+        model = load_replica(log.run, log.rank)
+        model, optimizer = accelerator.prepare(model, make_optimizer(model, log.run))  # (1) (2)
+        loop = TrainingLoop(model, tokenizer, data, log, optimizer)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with nullcontext() if is_last else accelerator.no_sync(model):
+                    loss = loop.loss(batch, step.label_count)
+                    # DDP takes the mean over ranks, but each loss is part of a sum
+                    accelerator.backward(loss * accelerator.num_processes)
+            loop.update()
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        strategy = Replicas(log)
         tokenizer, data = load_data(log)
         before = score_before(log, tokenizer, data, summarize)
-        trainer = build(log, tokenizer, data, strategy, PlainLoop)
-        trained = train(log, trainer, training_loop)
-        tuned, differences = save(log, trainer, tokenizer)
+        loop = train(log, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer)
         after = score_after(log, tuned, tokenizer, data, summarize)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

@@ -14,42 +14,45 @@ A machine that is lost ends the others. With `torchrun --nnodes 2:4 --max_restar
 that are left start again, after the newest checkpoint and with the same steps: they divide the lost one's rows.
 """
 
-from my_utils_summarization import build, load_data, run_with
-from torch.nn.utils import clip_grad_norm_
+from my_utils_summarization import GradientExchange, load_data, run_with
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
+from common.data.rows import Splits
 from common.records.store import Record
+from common.runtime.recorder import RunRecorder
 from common.tasks.summarization import summarize
-from common.training.replicas import GradientExchange, PlainLoop, Replicas
-from common.training.steps import record, save, score_after, score_before, train
+from common.training.ddp import load_replica
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, record, save, score_after, score_before, sum_up
 
 RUN = run_with(loop="machines")
 
 
-def training_loop(loop: PlainLoop) -> None:
+def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
-    exchange = GradientExchange(loop.model, loop.strategy.run)
-    for step in loop.steps():
-        for batch, is_last in step:
-            with exchange.part(is_last):
-                exchange.backward(loop.loss_of(exchange.model, batch, step.num_items_in_batch))
-        exchange.complete()  # (2)
-        if loop.args.max_grad_norm:
-            clip_grad_norm_(loop.model.parameters(), loop.args.max_grad_norm)
-        loop.update()  # (3)
+    with log.phase("build trainer"):
+        exchange = GradientExchange(load_replica(log.run, log.rank), log.run)
+        loop = TrainingLoop(exchange.model, tokenizer, data, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with exchange.part(is_last):
+                    exchange.backward(loop.loss(batch, step.label_count))
+            exchange.complete()  # (2)
+            loop.update()  # (3)
+    return loop
 
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:  # (1)
-        strategy = Replicas(log)
         tokenizer, data = load_data(log)
         before = score_before(log, tokenizer, data, summarize)
-        trainer = build(log, tokenizer, data, strategy, PlainLoop)
-        trained = train(log, trainer, training_loop)
-        tuned, differences = save(log, trainer, tokenizer)
+        loop = train(log, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer)
         after = score_after(log, tuned, tokenizer, data, summarize)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

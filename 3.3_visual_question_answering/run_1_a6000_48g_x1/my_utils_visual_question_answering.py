@@ -13,7 +13,7 @@ from common.data.rows import Splits
 from common.models.trained_weights import vision_modules
 from common.runtime.recorder import RunRecorder
 from common.tasks.samples import predictions
-from common.training.trainer import AuditedTrainer
+from common.training.loop import TrainingLoop
 
 COLUMNS, WIDTH_INCHES = 4, 12
 CHARACTERS = 48
@@ -22,14 +22,14 @@ SAID = ("right", "before", "after", "with another picture")
 HIT, MISS = "black", "firebrick"
 
 
-def say_trained(log: RunRecorder, trainer: AuditedTrainer) -> None:
+def say_trained(loop: TrainingLoop) -> None:
     """Print how many weights are trained, and what stays as it is."""
-    model, weights = trainer.model, list(trainer.model.parameters())
+    model, weights = loop.model, list(loop.model.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     total = sum(weight.numel() for weight in weights)
-    if log.rank.is_main:
+    if loop.rank.is_main:
         sight = " and ".join(vision_modules(model.get_base_model() if isinstance(model, PeftModel) else model))
-        sight += " stay as they are" if log.run.freeze_vision_tower else " are trained, too"
+        sight += " stay as they are" if loop.run.freeze_vision_tower else " are trained, too"
         print(f"trained: {trained:,} of {total:,} weights; {sight}")
 
 

@@ -15,13 +15,19 @@ import sys
 from functools import partial
 
 from my_utils_visual_question_answering import draw_gallery, gallery_rows, say_trained
+from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
 from common.checks.run_start import run_started
+from common.data.rows import Splits
+from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
+from common.runtime.recorder import RunRecorder
 from common.tasks.visual_questions import evaluate_looking
-from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, record, save, train
+from common.training.ddp import data_parallel, exchanging
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -57,15 +63,29 @@ SETTINGS = [
 defaults_for = partial(setting_of, RUN, LORA)  # (2)
 
 
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Switch on what is trained of the language layers (3), and train it, with DDP as in 2.2."""
+    with log.phase("build trainer"):
+        replica = data_parallel(with_trained_weights(model, log.run), log.rank)
+        loop = TrainingLoop(replica, tokenizer, data, log)
+    say_trained(loop)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with exchanging(replica, is_last):
+                    (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
+            loop.update()
+    return loop
+
+
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data, score=evaluate_looking)
-        trainer = build_trainer(log, model, tokenizer, data)  # (3)
-        say_trained(log, trainer)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
+        loop = train(log, model, tokenizer, data)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
         seen = gallery_rows(log, data)
         written = record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)

@@ -1,25 +1,42 @@
 """What only this folder needs: the reference, and a picture of the given answers' log-probabilities."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from transformers import PreTrainedModel
 
+from common.data.rows import Splits
+from common.data.splits import tokenized
 from common.runtime.recorder import RunRecorder
-from common.tasks.preferences import PreferenceEvaluation
-from common.training.preferences import PreferenceTrainer
+from common.tasks.preferences import PairCollator, PreferenceEvaluation, with_reference
+from common.training.steps import Tokenizer
 
 
-def find_reference(log: RunRecorder, trainer: PreferenceTrainer) -> None:
-    """Say how many weights are trained and where the reference is; in full fine-tuning find its log-probabilities."""
-    trained, total = trainer.model.num_parameters(only_trainable=True), trainer.model.num_parameters()
+def find_reference(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Splits:
+    """Say how many weights are trained and where the reference is; in full fine-tuning find its log-probabilities.
+
+    Returns:
+        The pairs as tokens, in full fine-tuning with the log-probabilities that the model gives to both answers before
+        training.
+    """
+    pairs = tokenized(data, tokenizer, log.run)
+    trained, total = model.num_parameters(only_trainable=True), model.num_parameters()
     if log.run.method.has_adapters:
         reference = "this model with its adapters switched off"
     else:
         reference = "this model before its first step, whose log-probabilities of all answers are found now"
     if log.rank.is_main:
         print(f"trained: {trained:,} of {total:,} weights; the reference is {reference}")
-    if not log.run.method.has_adapters:
-        with log.phase("reference"):
-            trainer.find_reference()
+    if log.run.method.has_adapters:
+        return pairs
+    with log.phase("reference"):
+        collate = PairCollator(tokenizer.pad_token_id)
+        train, validation = (
+            with_reference(rows, model, collate, log, which)
+            for which, rows in (("training", pairs.train), ("validation", pairs.validation))
+        )
+        return replace(pairs, train=train, validation=validation)
 
 
 def draw_log_probs(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:

@@ -8,21 +8,27 @@ From this folder:
     python my_workflow_preference_tuning.py --all
 
 `python` starts as many ranks as the setting has. A setting is this folder's run with (1) LoRA's own recipe and (2) the
-pairs of a step given to the devices. Against 2.1: (3) rows are pairs of answers, and TRL's DPO takes the steps, (4) the
-given answers are compared, beside the model's own.
+pairs of a step given to the devices. Against 2.1: (3) rows are pairs of answers, whose loss is DPO's, (4) the given
+answers are compared, beside the model's own.
 """
 
 import sys
 from functools import partial
 
 from my_utils_preference_tuning import draw_log_probs, find_reference
+from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
 from common.checks.run_start import run_started
+from common.data.rows import Splits
+from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
+from common.runtime.recorder import RunRecorder
 from common.tasks.preferences import evaluate_preferences
-from common.training.steps import build_trainer, load, record, save, score_after, score_before, train
+from common.training.ddp import data_parallel, exchanging
+from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer, load, record, save, score_after, score_before, sum_up
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -57,15 +63,30 @@ SETTINGS = [
 defaults_for = partial(setting_of, RUN, LORA)  # (2)
 
 
+def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
+    """Train by DPO's loss (`common.tasks.preferences.dpo_loss`), with DDP as in 2.2."""
+    model = with_trained_weights(model, log.run)
+    pairs = find_reference(log, model, tokenizer, data)
+    with log.phase("build trainer"):
+        replica = data_parallel(model, log.rank)
+        loop = TrainingLoop(replica, tokenizer, pairs, log)
+    with log.phase("training"):
+        for step in loop.steps():
+            for batch, is_last in step:
+                with exchanging(replica, is_last):
+                    (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
+            loop.update()
+    return loop
+
+
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = score_before(log, tokenizer, data, evaluate_preferences, model)  # (4)
-        trainer = build_trainer(log, model, tokenizer, data)  # (3)
-        find_reference(log, trainer)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
+        loop = train(log, model, tokenizer, data)  # (3)
+        trained = sum_up(loop)
+        tuned, differences = save(log, loop, tokenizer)
         after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
         draw_log_probs(log, before, after)
         return record(log, before, after, **trained, largest_logit_differences=differences)

@@ -3,21 +3,16 @@
 import signal
 import threading
 
-_is_asked = False
+_asked: list[int] = []  # the signals that came
 
 
 def remember_if_asked() -> None:
     """Remember a SIGUSR1 from now on, instead of being ended by it; only a main thread can."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, _remember)
+        signal.signal(signal.SIGUSR1, lambda number, _: _asked.append(number))
         signal.siginterrupt(signal.SIGUSR1, False)  # what libraries read and write meanwhile goes on
 
 
 def is_asked_to_save() -> bool:
     """Return whether this process was asked to save and to end."""
-    return _is_asked
-
-
-def _remember(*_: object) -> None:
-    global _is_asked
-    _is_asked = True
+    return bool(_asked)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 """What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
@@ -25,11 +26,7 @@ class AskedToEndError(RunStoppedError):
     """Raised on every rank when a run ends as its scheduler has asked, and all that it needs to resume is saved."""
 
 
-Handler = Callable[..., object] | int | None
-"""What Python does at a signal."""
-
-
-def when_told_to_end(do: Handler) -> dict[signal.Signals, Handler]:
+def when_told_to_end(do: Callable[..., object] | int | None) -> dict[signal.Signals, Any]:
     """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can.
 
     A signal that is ignored stays so: nohup has SIGHUP ignored.
@@ -69,10 +66,6 @@ def is_of_the_network(error: BaseException) -> bool:
     return isinstance(error, DistError) or GLOO.match(str(error)) is not None
 
 
-def _is_of_lost_rank(error: BaseException) -> bool:
-    return "torch.distributed" in sys.modules and is_of_the_network(error)
-
-
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error means a full disk; safetensors' own class has the system's number in its message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
@@ -104,6 +97,12 @@ def shortened(said: str) -> str:
     return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID // 2]} [...] {said[-MOST_SAID // 2 :]}"
 
 
+def begin_of(value: object, length: int = 80) -> str:
+    """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 
@@ -128,7 +127,8 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
         raise
     except BaseException as error:
         is_of_rust = type(error).__name__ == "PanicException"  # of tokenizers and safetensors; no Exception to Python
-        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or _is_of_lost_rank(error)
+        is_lost_rank = "torch.distributed" in sys.modules and is_of_the_network(error)
+        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or is_lost_rank
         if is_of_machine or not (is_of_rust or isinstance(error, Exception)):
             raise
         why = f"{type(error).__name__}: {said_by(error)}"

@@ -14,7 +14,7 @@ from trl import TrlParser
 from common.base.errors import BadInputError, closest, reading, shortened
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.base.settings import GROUPS, RENAMED
+from common.base.settings import GROUPS
 
 HELP_COLUMNS, HELP_INDENT = 100, 34
 
@@ -74,9 +74,10 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         """Exit with code 2, and name the option that is closest to the first unknown one."""
-        known = {old: f"--{new}" for old, new in RENAMED.items() if f"--{new}" in self.options}
-        known |= {option.lstrip("-"): option for option in (*self.options, *self.further_options)}
-        meant = closest(unknown[0].lstrip("-").partition("=")[0], known) if unknown[0].startswith("-") else ""
+        known = {option.lstrip("-"): option for option in (*self.options, *self.further_options)}
+        asked = unknown[0].lstrip("-").partition("=")[0]
+        parts = (name for name in known if len(asked) > 3 and asked in name)  # --epoch: num_train_epochs
+        meant = closest(asked, known) or next(parts, "") if unknown[0].startswith("-") else ""
         question = f": did you mean {known[meant]}?" if meant else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
 
@@ -130,9 +131,6 @@ class SettingsParser(OneSentenceParser, TrlParser):
             arguments, return_remaining_strings=True, look_for_args_file=False
         )
         if unknown := [*unknown, *others]:
-            old = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-            if old in RENAMED:
-                self.error(f"--{old} is called --{RENAMED[old]} now")
             self.refuse_unknown(unknown)
         return {name: value for group in parsed for name, value in vars(group).items()}
 

@@ -1,8 +1,15 @@
-"""Where the repository is."""
+"""Where the repository is, and what is named from there."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def find_here(name: str | Path, is_it: Callable[[str | Path], bool] = os.path.exists) -> Path | None:
+    """Return the file or folder that is named from here, or else from the repository's root; None = there is none."""
+    return next((Path(place) for place in (os.path.expanduser(name), REPOSITORY / name) if is_it(place)), None)
 
 
 def is_embedded(source: str) -> bool:

@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from common.base.errors import BadInputError, closest
+from common.base.errors import BadInputError, begin_of, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import (
@@ -23,7 +22,6 @@ from common.base.settings import (
     Range,
     TrackingSettings,
     TrainingSettings,
-    settings_with,
 )
 from common.base.specs import TASKS, HasSpecs, Task
 
@@ -40,14 +38,11 @@ LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
 Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
-# the settings of each range, and of each kind of runs
-RANGES = {each: settings_with(each) for each in LIMITS if isinstance(each, Range)}
-ONLY_FOR = {each: settings_with(each) for each in LIMITS if isinstance(each, OnlyFor)}
-
 
 def not_meant_for(run: "RunConfig") -> dict[str, str]:
     """Return the settings that mean nothing for a run, each with the runs that it is for."""
-    return {name: scope.runs for scope, names in ONLY_FOR.items() if not scope.applies(run) for name in names}
+    scopes = ((name, each) for name, limits in LIMITS.items() for each in limits if isinstance(each, OnlyFor))
+    return {name: scope.runs for name, scope in scopes if not scope.applies(run)}
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -86,14 +81,14 @@ class RunConfig(
     """
 
     def __post_init__(self) -> None:
-        self.check_types()
+        self.check_each()
         self._check_secrets()
-        complaint = next(chain(self._out_of_range(), self._meaningless(), contradictions(self)), None)
+        complaint = next(contradictions(self), None)
         if complaint:
             raise BadInputError(complaint)
 
-    def check_types(self) -> None:
-        """Check each setting by itself: its kind, its choices, and that numbers are finite and can be counted with.
+    def check_each(self) -> None:
+        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with.
 
         Raises:
             BadInputError: with the setting and its value.
@@ -110,15 +105,20 @@ class RunConfig(
                 raise BadInputError(f"{each.name} is {value!r}, but must be of type {expected.__name__}.")
             elif expected is not str and not abs(value) <= LARGEST:  # also of nan
                 raise BadInputError(
-                    f"{each.name} is {str(value)[:40]}, but must be finite and at most {LARGEST:,}: pass a number such "
-                    f"as {each.default}."
+                    f"{each.name} is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass a number "
+                    f"such as {each.default}."
                 )
             elif expected is str and "\0" in value:
                 raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
-            elif each.name in OF_FILES and "://" not in value and _longest_name(value) > LONGEST_NAME:
+            elif each.name in OF_FILES and "://" not in value and max(map(_bytes_in, value.split("/"))) > LONGEST_NAME:
                 raise BadInputError(
-                    f"{each.name} is {value[:40]}..., but a file's name has at most {LONGEST_NAME} bytes: correct it."
+                    f"{each.name} is {begin_of(value, 40)}, but a file's name has at most {LONGEST_NAME} bytes: "
+                    "correct it."
                 )
+            for allowed in LIMITS[each.name]:
+                if isinstance(allowed, Range) and not allowed.holds(value):
+                    refusal = allowed.refusal.format(name=each.name, value=value, default=each.default)
+                    raise BadInputError(refusal)
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -130,19 +130,6 @@ class RunConfig(
                     f"{name} has {found} in it, and settings are kept in records and notebooks: leave it in the "
                     "environment, where libraries find it."
                 )
-
-    def _out_of_range(self) -> Iterator[str]:
-        for allowed, names in RANGES.items():
-            for name in names:
-                value = getattr(self, name)
-                if not allowed.holds(value):
-                    yield allowed.refusal.format(name=name, value=value, default=getattr(type(self), name))
-
-    def _meaningless(self) -> Iterator[str]:
-        for name, runs in not_meant_for(self).items():
-            value = getattr(self, name)
-            if value != getattr(type(self), name):
-                yield f"{name} is {value}, which is for {runs}: leave --{name} out."
 
     @property
     def goal(self) -> Task:
@@ -257,9 +244,8 @@ class RunConfig(
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
 
 
-def _longest_name(path: str) -> int:
-    """Return the bytes of the longest name in a path."""
-    return max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
+def _bytes_in(name: str) -> int:
+    return len(name.encode(errors="surrogateescape"))
 
 
 class _Unchecked(RunConfig):
@@ -273,10 +259,10 @@ def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return those of settings with known names that mean nothing for their run, each with the runs that it is for.
 
     Raises:
-        BadInputError: see `RunConfig.check_types`.
+        BadInputError: see `RunConfig.check_each`.
     """
     run = _Unchecked(**settings)
-    run.check_types()  # before it is asked what its names mean
+    run.check_each()  # before it is asked what its names mean
     return not_meant_for(run)
 
 
@@ -284,7 +270,11 @@ _types_of = cache(get_type_hints)
 
 
 def contradictions(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each pair of settings that exclude each other: both values, and what to pass instead."""
+    """Yield a sentence for each setting that means nothing for the run, or excludes another, and what to do instead."""
+    for name, runs in not_meant_for(run).items():
+        value = getattr(run, name)
+        if value != getattr(RunConfig, name):
+            yield f"{name} is {value}, which is for {runs}: leave --{name} out."
     rules = (
         *_about_devices(run),
         *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
@@ -433,16 +423,6 @@ def _about_task(run: RunConfig) -> tuple[Rule, ...]:
             f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{where}.",
         ),
         (
-            goal.compares and run.method.has_adapters and "lm_head" in run.target_names,
-            f"target_modules is {run.target_modules}, but log-probabilities are found by the head's own weights, "
-            "without its adapter: leave lm_head out.",
-        ),
-        (
-            goal.compares and run.method.has_adapters and run.lora_dropout,
-            f"lora_dropout is {run.lora_dropout}, but DPO takes its steps without dropout, so that model and reference "
-            "are alike at first: pass --lora_dropout 0.",
-        ),
-        (
             run.loop != "trainer" and run.precision not in ("fp32", "bf16-mixed"),
             f"precision is {run.precision}, which the plain loops do not scale losses for or keep weights in: "
             "pass --precision fp32 or bf16-mixed.",
@@ -531,7 +511,7 @@ def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
         ),
         (
             run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
-            f"run_name {run.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
+            f"run_name {begin_of(run.run_name)!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
         ),
         (
             SET_ASIDE.fullmatch(run.run_name),

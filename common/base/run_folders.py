@@ -1,12 +1,13 @@
 """Run folders: their workflows, and the `RunConfig` literal that describes a run, read without an import."""
 
 import ast
+import os
 import re
 from functools import cache
 from pathlib import Path
 
 from common.base.errors import BadInputError, closest
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 
 # literals right after `RUN`: how the runs of a technique, or of a loop, differ from it
@@ -23,7 +24,7 @@ LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 
 def folder_named(run_folder: Path) -> Path:
     """Return where a folder is that is named from here, or else from the repository's root."""
-    return (run_folder if run_folder.is_dir() else REPOSITORY / run_folder).resolve()
+    return (find_here(run_folder, os.path.isdir) or REPOSITORY / run_folder).resolve()
 
 
 def workflows_of(run_folder: Path) -> list[Path]:
@@ -88,7 +89,12 @@ def literal_lines(source: str) -> tuple[int, int]:
 
 def read_literal(workflow: Path) -> RunConfig:
     """Return the run that a workflow's literal describes, without importing the workflow."""
-    call = assignments(workflow.read_text(encoding="utf-8"))["RUN"].value
+    return _literal_in(workflow.read_text(encoding="utf-8"))
+
+
+@cache
+def _literal_in(source: str) -> RunConfig:
+    call = assignments(source)["RUN"].value
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
 
 

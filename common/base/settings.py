@@ -4,10 +4,8 @@ Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `Lora
 `ModelConfig` means have its name.
 """
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
-from functools import cache
 from typing import Any, Literal
 
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
@@ -57,42 +55,22 @@ class OnlyFor:
 
 
 ADAPTERS = OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters)
-QLORA = OnlyFor("qlora (2.3)", lambda run: run.method.quantizes)
 CPU = OnlyFor("the CPU", lambda run: run.device == "cpu")
-GPUS = OnlyFor("GPUs", lambda run: run.device == "cuda")
-WHOLE_HEAD = OnlyFor(
-    "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
-    lambda run: run.parallelism.calls_whole_head,
-)
-CHECKPOINTING = OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing)
 MP_AND_PP = OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers)
 PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
-SHARDED = OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded)
-MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
 ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
-CHATS = OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers)
 CHATS_WITHOUT_PP = OnlyFor(
     "rows of messages, without pp, pictures and pairs",
     lambda run: run.goal.learns_answers and not run.parallelism.pipelines,
 )
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
-CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
-NO_PAIRS = OnlyFor(
-    "tasks without pairs of answers, whose rewards compare with what the base finds of them",
-    lambda run: not run.goal.compares,
-)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
-SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
-SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
-WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
 
 Limit = Range | OnlyFor
-# in the order above, in which a run is checked: the first that it breaks is the one that it is refused with
-LIMITS: tuple[Limit, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Limit))
 _LIMITS_OF: dict[Field, tuple[Limit, ...]] = {}  # not in the fields' metadata, all of which becomes argparse's
 
 
@@ -123,11 +101,6 @@ def _several(limits: Limit | tuple[Limit, ...]) -> tuple[Limit, ...]:
     return limits if isinstance(limits, tuple) else (limits,)
 
 
-def settings_with(limit: Limit) -> tuple[str, ...]:
-    """Return the names of the settings that have a limit, in the groups' order."""
-    return tuple(each.name for group in GROUPS for each in fields(group) if limit in _LIMITS_OF[each])
-
-
 @dataclass(frozen=True)
 class ModelSettings:
     """Which model, in which number format."""
@@ -146,7 +119,7 @@ class ModelSettings:
     quantization: Literal["nf4", "nf4-double"] = setting(
         "nf4",
         "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too.",
-        only_for=QLORA,
+        only_for=OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
         "sdpa",
@@ -157,7 +130,14 @@ class ModelSettings:
         False,
         "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
         metavar="true|false",
-        only_for=(GPUS, WHOLE_HEAD, CHATS),
+        only_for=(
+            OnlyFor("GPUs", lambda run: run.device == "cuda"),
+            OnlyFor(
+                "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
+                lambda run: run.parallelism.calls_whole_head,
+            ),
+            OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
+        ),
     )
 
 
@@ -197,7 +177,11 @@ class DataSettings:
     text_column: str = setting(
         "text", "With classification and summarization: the column with the texts.", only_for=TEXTS
     )
-    label_column: str = setting("label", "With classification: the column with the labels.", only_for=CLASSIFICATION)
+    label_column: str = setting(
+        "label",
+        "With classification: the column with the labels.",
+        only_for=OnlyFor("classification (3.1)", lambda run: run.goal.classifies),
+    )
     summary_column: str = setting(
         "summary", "With summarization: the column with the summaries.", only_for=SUMMARIZATION
     )
@@ -222,7 +206,7 @@ class DataSettings:
         "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
         "max_length.",
         within=FRACTION,
-        only_for=MESSAGES,
+        only_for=OnlyFor("rows of messages", lambda run: run.goal.converses),
     )
     long_texts: Literal["cut", "refuse"] = setting(
         "cut",
@@ -348,7 +332,7 @@ class TrainingSettings:
         False,
         "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
         metavar="true|false",
-        only_for=CHECKPOINTING,
+        only_for=OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
     )
     torch_compile: bool = setting(
         False,
@@ -410,7 +394,7 @@ class ParallelismSettings:
         1,
         "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
         within=HELD_1,
-        only_for=SEVERAL_RANKS,
+        only_for=OnlyFor("several ranks", lambda run: run.world_size > 1),
     )
     stages: int = setting(
         0,
@@ -458,7 +442,7 @@ class ParallelismSettings:
         "the optimizer's states alone).",
         nargs="?",
         const="cpu",
-        only_for=SHARDED,
+        only_for=OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded),
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
         "after",
@@ -473,7 +457,7 @@ class ParallelismSettings:
         "",
         "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
         "100 Mbit/s.",
-        only_for=SEVERAL_MACHINES,
+        only_for=OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
     start_timeout_s: float = setting(
         300.0,
@@ -509,7 +493,7 @@ class EvaluationSettings:
         15.0,
         "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often.",
         within=ABOVE_0,
-        only_for=WITHOUT_SAVE_STEPS,
+        only_for=OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
     early_stopping_patience: int = setting(
         0,
@@ -533,7 +517,10 @@ class EvaluationSettings:
     baseline: Literal["base", "none"] = setting(
         "base",
         "Evaluate the base before training; none leaves it out, which of a large model takes minutes.",
-        only_for=NO_PAIRS,
+        only_for=OnlyFor(
+            "tasks without pairs of answers, whose rewards compare with what the base finds of them",
+            lambda run: not run.goal.compares,
+        ),
     )
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
@@ -575,54 +562,5 @@ GROUPS = (
     TrackingSettings,
 )  # fmt: skip
 
-# names that settings had in older records and commands, and those that they have now
-RENAMED = {
-    "batch_size": "per_device_train_batch_size",
-    "evaluation_batch_size": "per_device_eval_batch_size",
-    "accumulation_steps": "gradient_accumulation_steps",
-    "epochs": "num_train_epochs",
-    "warmup_share": "warmup_steps",
-    "scheduler": "lr_scheduler_type",
-    "optimizer": "optim",
-    "report_share": "eval_steps",
-    "early_stop": "early_stopping_patience",
-    "cut_off_share": "max_truncated_fraction",
-    "beams": "num_beams",
-    "max_summary_length": "max_target_length",
-    "figures": "log_format",
-    "lora_rank": "lora_r",
-    "bucket_mib": "bucket_cap_mb",
-    "resume_from": "resume_from_checkpoint",
-}
-
-
-def with_new_names(config: Mapping[str, object]) -> dict[str, object]:
-    """Return a record's settings by the names that they have now; those that have them already stay."""
-    config = {RENAMED.get(name, name): value for name, value in config.items()}
-    checkpointing = config.get("gradient_checkpointing")
-    if isinstance(checkpointing, str):
-        config["gradient_checkpointing"] = checkpointing != "none"
-        config["use_reentrant"] = checkpointing == "reentrant"
-    return config
-
-
-@cache
-def _aliases() -> frozenset[str]:
-    """Return the shorter names of settings."""
-    found = (each.metadata["aliases"] for group in GROUPS for each in fields(group))
-    return frozenset(alias.lstrip("-") for aliases in found for alias in aliases)
-
-
-def command_with_new_names(command: str) -> str:
-    """Return a record's command so that it can be given today; what is still an alias stays as short as it is."""
-    for old, new in (
-        ("non-reentrant", "--gradient_checkpointing"),
-        ("reentrant", "--gradient_checkpointing --use_reentrant"),
-        ("none", "--no_gradient_checkpointing"),
-    ):
-        command = command.replace(f"--gradient_checkpointing {old}", new)
-    return re.sub(
-        r"--(\w+)",
-        lambda option: option[0] if option[1] in _aliases() else f"--{RENAMED.get(option[1], option[1])}",
-        command,
-    )
+LIMITS = {each.name: _LIMITS_OF[each] for group in GROUPS for each in fields(group)}
+"""By setting: the ranges of its values, and the runs that it means something for."""

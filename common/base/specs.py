@@ -124,14 +124,6 @@ class Parallelism:
         return self.uses_deepspeed and self.shards_weights
 
     @property
-    def gathers_own_gradients(self) -> bool:
-        """Whether a rank's part of the gradients has a buffer from the first of them on, as in ZeRO's stage 2.
-
-        (deepspeed/runtime/zero/stage_1_and_2.py: `grads_in_partition`.)
-        """
-        return self.uses_deepspeed and self.shards_gradients and not self.shards_weights
-
-    @property
     def calls_whole_head(self) -> bool:
         """Whether a rank's model has all layers on one device, and its head whole while it is called.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from common.base.errors import BadInputError, RunStoppedError
+from common.base.errors import BadInputError, RunStoppedError, begin_of
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What every launcher tells a rank."""
@@ -22,7 +22,7 @@ MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """How many processes MPI has started, which Accelerate takes for ranks."""
 KEPT_S = 24 * 60 * 60
 """How long what a killed process has left where ranks meet stays at least."""
-LAST_PORT, MOST_DIGITS, SHOWN_LETTERS = 65535, 9, 40
+LAST_PORT, MOST_DIGITS = 65535, 9
 
 
 def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
@@ -93,7 +93,7 @@ def check_told(environment: Mapping[str, str]) -> None:
     missing = [name for name in needed if not told.get(name)]
     wrong = f"no {' and no '.join(missing)}" if missing else _what_no_rank_is_told(told)
     if wrong:
-        have = ", ".join(f"{name}={value[:SHOWN_LETTERS]!r}" for name, value in told.items())
+        have = ", ".join(f"{name}={begin_of(value, 40)!r}" for name, value in told.items())
         raise BadInputError(
             f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. Remove what is left of "
             f"another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate launch or `python -m "
@@ -134,7 +134,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
     for name, value in alone.items():
         if environment.get(name, value) != value:
             raise BadInputError(
-                f"{name} is {environment[name][:SHOWN_LETTERS]!r}: mpirun or srun has started several processes, which "
+                f"{name} is {begin_of(environment[name], 40)!r}: mpirun or srun has started several processes, which "
                 "are no ranks here. Start one process on each machine, and by it torchrun (docs/several_machines.md); "
                 f"or, if this process is alone, `unset {name}`."
             )

@@ -12,50 +12,36 @@ from tabulate import tabulate
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.dry_run import DryRun, dry_run
+from common.checks.dry_run import dry_run
 from common.checks.run_command import command_of_run
 from common.hardware.devices import CATALOGUE, CPU_DEVICE, GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
-from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE, WORKSPACE_GIB
+from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE
 from common.planning.job import Job
+from common.planning.step_speed import generation_of
 
 SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dry runs show no time"
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A way to train, and what its dry runs showed.
+    """A way to train, and what its dry runs showed of one device, in GiB.
 
     Attributes:
-        result: Of the batch that was asked for.
-        row_gib: What one more row per device takes, by a dry run of twice the batch.
+        parts_gib: Of the batch that was asked for, at the peak.
+        overhead_gib: What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several.
+        safe_gib: The peak with what published peaks had on top.
+        max_batch_size: Rows per device that fit: memory grows by as much for each.
     """
 
     run: RunConfig
-    result: DryRun
-    row_gib: float
     gpu: Gpu
-
-    @property
-    def overhead_gib(self) -> float:
-        """What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several."""
-        return CONTEXT_GIB + WORKSPACE_GIB + GAP_SHARE * self.passing_gib + RANKS_GIB * (self.run.devices > 1)
-
-    @property
-    def passing_gib(self) -> float:
-        """What is allocated and freed in every step."""
-        return sum(self.result.peak[part] for part in PASSING_PARTS) / GIB
-
-    @property
-    def peak_gib(self) -> float:
-        """Of one device, with the overhead."""
-        return self.result.peak_gib + self.overhead_gib
-
-    @property
-    def safe_gib(self) -> float:
-        """With what published peaks had on top."""
-        return self.peak_gib + SPREAD_SHARE * self.passing_gib
+    parts_gib: dict[str, float]
+    overhead_gib: float
+    peak_gib: float
+    safe_gib: float
+    max_batch_size: int
 
     @property
     def fits(self) -> bool:
@@ -66,17 +52,6 @@ class Tried:
     def may_fit(self) -> bool:
         """Whether the GPU holds what is likely."""
         return self.peak_gib <= self.gpu.memory_gib
-
-    @property
-    def verdict(self) -> str:
-        """`yes`, `tight` or `no`."""
-        return "yes" if self.fits else "tight" if self.may_fit else "no"
-
-    @property
-    def max_batch_size(self) -> int:
-        """Rows per device that fit: memory grows by as much for each."""
-        rows = self.run.per_device_train_batch_size
-        return max(0, rows + math.floor((self.gpu.memory_gib - self.safe_gib) / self.row_gib))
 
     @property
     def name(self) -> str:
@@ -133,8 +108,17 @@ def answer_by_dry_runs(
 def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:
     """Take the dry runs; unless gradient checkpointing was asked for or not, it is used where memory is short."""
     print(f"dry run: {run.technique}, {run.parallel} ...", file=sys.stderr, flush=True)
-    result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * job.batch.rows))
-    tried = Tried(run, result, (doubled.peak_gib - result.peak_gib) / job.batch.rows, gpu)
+    rows = job.batch.rows
+    result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * rows))
+    parts_gib = {part: size / GIB for part, size in result.peak.items()}
+    passing_gib = sum(parts_gib[part] for part in PASSING_PARTS)
+    overhead_gib = (
+        CONTEXT_GIB + generation_of(gpu).workspace_gib + GAP_SHARE * passing_gib + RANKS_GIB * (run.devices > 1)
+    )
+    safe_gib = result.peak_gib + overhead_gib + SPREAD_SHARE * passing_gib
+    row_gib = (doubled.peak_gib - result.peak_gib) / rows
+    max_rows = max(0, rows + math.floor((gpu.memory_gib - safe_gib) / row_gib))
+    tried = Tried(run, gpu, parts_gib, overhead_gib, result.peak_gib + overhead_gib, safe_gib, max_rows)
     if tried.fits or checkpointing is not None:
         return tried
     return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
@@ -163,7 +147,7 @@ def _table(tried: Sequence[Tried]) -> str:
         [
             each.name,
             each.run.precision,
-            each.verdict,
+            "yes" if each.fits else "tight" if each.may_fit else "no",
             f"{each.peak_gib:.1f} to {each.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
@@ -175,7 +159,7 @@ def _table(tried: Sequence[Tried]) -> str:
 
 def _as_json(tried: Tried) -> dict[str, object]:
     device = {
-        **{f"{part}_gib": size / GIB for part, size in tried.result.peak.items()},
+        **{f"{part}_gib": size for part, size in tried.parts_gib.items()},
         "overhead_gib": tried.overhead_gib,
         "peak_gib": tried.peak_gib,
         "safe_gib": tried.safe_gib,

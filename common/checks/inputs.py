@@ -95,6 +95,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_quantizable(run)
     check_liger(run)
     _check_parallelism(run)
+    _check_pairs(run)
     check_weights(run)
     return run
 
@@ -168,6 +169,22 @@ def _check_parallelism(run: RunConfig) -> None:
     part_class(run).check(run)
 
 
+def _check_pairs(run: RunConfig) -> None:
+    """Refuse what DPO's loss cannot have: adapters of the head, whose own weights it reads, and dropout."""
+    if not (run.goal.compares and run.method.has_adapters):
+        return
+    if "lm_head" in run.target_names:
+        raise BadInputError(
+            f"target_modules is {run.target_modules}, but log-probabilities are found by the head's own weights, "
+            "without its adapter: leave lm_head out."
+        )
+    if run.lora_dropout:
+        raise BadInputError(
+            f"lora_dropout is {run.lora_dropout}, but DPO takes its steps without dropout, so that model and reference "
+            "are alike at first: pass --lora_dropout 0."
+        )
+
+
 def check_results_folder(run: RunConfig) -> None:
     """Check that results can be written, and go into no folder that a run has not made.
 
@@ -178,8 +195,7 @@ def check_results_folder(run: RunConfig) -> None:
     folder = results.parent
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
+        tempfile.TemporaryFile(dir=there).close()
         check_free_for_run(results)
     except OSError as error:  # also of a name that is too long
         raise BadInputError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.parsing import SettingsParser
 from common.base.run_config import LARGEST, RunConfig, names_in, not_meant_for
 from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
@@ -153,7 +153,7 @@ class PlannerOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
                 raise BadInputError(
-                    f"{short_option(self, name)} is {str(value)[:40]}, but must be above 0 and at most {LARGEST:,}."
+                    f"{short_option(self, name)} is {begin_of(value, 40)}, but must be above 0 and at most {LARGEST:,}."
                 )
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
@@ -310,7 +310,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
     learnt = "with two answers each" if job.batch.goal.compares else learnt
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
-    pictures = f", of which a picture in {job.batch.tiles} squares takes {picture_tokens(best):,}"
+    tower_tokens = best.architecture.tower.tokens if best.architecture.tower else 0
+    pictures = f", of which a picture in {job.batch.tiles} squares takes {job.batch.tiles * tower_tokens:,}"
     said = [
         f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
         f"{job.optimizer}, {job.attention} attention, "
@@ -348,11 +349,6 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     return said
 
 
-def picture_tokens(plan: Plan) -> int:
-    """Return how many tokens of a row stand for its picture."""
-    return plan.job.batch.tiles * plan.architecture.tower.tokens if plan.architecture.tower else 0
-
-
 def _speeds_of(plans: Sequence[Plan]) -> list[str]:
     """Return how fast each GPU is taken to be, and what that rests on."""
     sources = dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources)
@@ -370,13 +366,6 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     if not (is_chat and takes_4_bits) and not options.quantization:
         return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
     return tuple(TECHNIQUES)
-
-
-def techniques_by_dry_run(options: PlannerOptions, task: str) -> list[str]:
-    """Return the technique that is named, else all of the task's that fake tensors can show."""
-    if options.technique:
-        return [options.technique]
-    return [name for name in TASKS[task].techniques if not TECHNIQUES[name].quantizes]
 
 
 def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
@@ -405,11 +394,6 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
     )
 
 
-def with_pictures(options: PlannerOptions) -> PlannerOptions:
-    """Return the question about a model that sees with as many tiles as its processor makes, where it names none."""
-    return replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
-
-
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
@@ -418,12 +402,13 @@ def answer(options: PlannerOptions) -> int:
     except UnknownArchitectureError as unknown:
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
-        techniques = techniques_by_dry_run(options, job.batch.task)
+        faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
+        techniques = [options.technique] if options.technique else faked
         runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     if architecture.tower:
-        options = with_pictures(options)
+        options = replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
@@ -441,7 +426,7 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    alone = one_machine_alone(shared, calibration) if shared else None
+    alone, figures_alone = one_machine_alone(shared, calibration) if shared else ("", {})
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
 
     def command_of(plan: Plan) -> str:
@@ -453,11 +438,7 @@ def answer(options: PlannerOptions) -> int:
             run = command_of(plans[0]) if plans[0].may_fit else None
         said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
         if alone:
-            said["one_machine"] = {
-                "fits": alone.plan.may_fit,
-                "tokens_per_s": alone.plan.tokens_per_s,
-                "more_pay_from_gbit_per_s": alone.pays_from_gbit,
-            }
+            said["one_machine"] = figures_alone
         print(json.dumps(said | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
@@ -468,7 +449,7 @@ def answer(options: PlannerOptions) -> int:
         f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
-        alone.said(shared) if alone else "",
+        alone,
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
@@ -477,43 +458,29 @@ def answer(options: PlannerOptions) -> int:
     return 0 if plans[0].may_fit else 1
 
 
-@dataclass(frozen=True)
-class Alone:
-    """A plan for several machines beside one of its machines alone.
+def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[str, dict[str, object]]:
+    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone.
 
-    Attributes:
-        plan: Of the one machine, which works on its own rows with the same settings.
-        pays_from_gbit: The Ethernet between all of them, in Gbit/s, from which on together they train more tokens per
-            second; None: at no speed.
+    It works on its own rows with the same settings. Both are empty where the plan has one machine.
     """
-
-    plan: Plan
-    pays_from_gbit: float | None
-
-    def said(self, together: Plan) -> str:
-        """Return a sentence."""
-        cluster = together.cluster
-        if not self.plan.may_fit:
-            return f"{together.name}: one machine alone cannot hold it"
-        gbit = self.pays_from_gbit
-        pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
-        return (
-            f"{together.name}: {cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
-            f"{cluster.slowest_link.name}, one alone {self.plan.tokens_per_s:,.0f}: more machines {pays}"
-        )
-
-
-def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> Alone | None:
-    """Return how one of a plan's several machines does alone; None where there is one. The plan's ranks share rows."""
     cluster, job = plan.cluster, plan.job
     if cluster.nodes == 1:
-        return None
+        return "", {}
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"
     own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
     rows_per_s = own.batch.rows * own.data_parallel_ranks / alone.time.total_s
-    return Alone(alone, faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration))
+    gbit = faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration)
+    figures = {"fits": alone.may_fit, "tokens_per_s": alone.tokens_per_s, "more_pay_from_gbit_per_s": gbit}
+    if not alone.may_fit:
+        return f"{plan.name}: one machine alone cannot hold it", figures
+    pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
+    said = (
+        f"{plan.name}: {cluster.nodes} machines train {plan.tokens_per_s:,.0f} tokens per s over "
+        f"{cluster.slowest_link.name}, one alone {alone.tokens_per_s:,.0f}: more machines {pays}"
+    )
+    return said, figures
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:

@@ -182,13 +182,16 @@ def _options(
 def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
     """Return the settings of a run that is to do as planned, in a folder whose own run is `own`."""
     job, gpu = plan.job, plan.cluster.gpus[0]
+    named = () if job.target_modules == ALL_LINEAR else job.target_modules
+    keeps_fp32_copy = job.parallelism.uses_deepspeed and job.precision == "bf16-mixed"
     wanted: dict[str, object] = {
         "technique": job.technique,
         "parallel": job.parallel,
         "devices": job.devices,
         "nodes": plan.cluster.nodes,
         "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
-        "precision": _precision(job),
+        # DeepSpeed keeps an fp32 copy of weights in 16 bits in any case, and a run calls it bf16
+        "precision": "bf16" if keeps_fp32_copy else job.precision,
         "optim": job.optimizer,
         "attention": job.attention,
         "use_liger_kernel": job.kernels == "fused",
@@ -198,7 +201,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "gradient_accumulation_steps": job.accumulation_steps,
         "max_length": job.batch.length,
         **({"freeze_vision_tower": not job.trains_tower} if plan.architecture.tower else {}),
-        "target_modules": _target_modules(job),
+        "target_modules": ",".join(named) or ("all" if job.trains_all else "all-linear"),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
@@ -229,22 +232,12 @@ def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
     return changes
 
 
-def _precision(job: Job) -> str:
-    """Return the setting: DeepSpeed keeps an fp32 copy of weights in 16 bits in any case, and a run calls it bf16."""
-    return "bf16" if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed" else job.precision
-
-
-def _target_modules(job: Job) -> str:
-    if job.target_modules and job.target_modules != ALL_LINEAR:
-        return ",".join(job.target_modules)
-    return "all" if job.trains_all else "all-linear"
-
-
 def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str, object]:
     """Return the settings that name the model: the folder's own where it has the same shape."""
     shape = find_config(model, model_revision)
-    if not model_revision and _has_shape(own.model, shape):
-        return {"model": own.model}
+    with suppress(BadInputError):
+        if not model_revision and find_config(own.model) == shape:
+            return {"model": own.model}
     if is_hub_id(model):
         return {"model": model, "model_revision": model_revision}
     if shape.parent != MODEL_CONFIGS:
@@ -253,10 +246,3 @@ def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str
     if shape.stem in HUB_IDS:
         return {"model": HUB_IDS[shape.stem]}
     return {"model": shape.stem, "weights": "random"}
-
-
-def _has_shape(model: str, shape: Path) -> bool:
-    try:
-        return find_config(model) == shape
-    except BadInputError:
-        return False

@@ -15,7 +15,7 @@ from common.base.torchrun import check_told
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.runtime.elastic import cannot_add_machines, run_as_started
-from common.runtime.machines import Member, check_members_agree, member_of
+from common.runtime.machines import check_members_agree, member_of
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
@@ -58,7 +58,6 @@ def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
     Raises:
         BadInputError: What one machine lacks, or in what two differ; on every rank.
     """
-    said: Member | str
     try:
         asked, run = run, check_inputs(run)
         own = replace(run, per_device_eval_batch_size=asked.per_device_eval_batch_size)  # chosen by its own plan

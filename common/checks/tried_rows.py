@@ -1,8 +1,6 @@
 """The rows that are tried before a run: the longest of its own, or rows of a length that is asked for."""
 
-import base64
 import heapq
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -15,7 +13,7 @@ from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
-from common.data.pictures import picture_ids
+from common.data.pictures import picture_ids, reference_to
 from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import (
@@ -150,8 +148,9 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     elif batch.target_length:
         labels = list(islice(cycle(ordinary), batch.target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
-    if run.goal.compares:
-        row = pair_of_length(ids, ordinary)
+    if run.goal.compares:  # both answers are learnt whole, but for a first token, which is their prompt
+        rejected = [*ids[:1], *islice(cycle(ordinary), 2, tokens + 1)]
+        row |= {"labels": [IGNORED_LABEL, *ids[1:]], "rejected_ids": rejected}
     if run.goal.sees:
         row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
@@ -163,26 +162,14 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     )
 
 
-def pair_of_length(ids: list[int], ordinary: list[int]) -> Tokens:
-    """Return a pair of answers, both learnt whole but for a first token, which is their prompt."""
-    prompt, rejected = ids[:1], list(islice(cycle(ordinary), 2, len(ids) + 1))
-    return {
-        "input_ids": ids,
-        "attention_mask": [1] * len(ids),
-        "labels": [IGNORED_LABEL, *ids[1:]],
-        "rejected_ids": [*prompt, *rejected],
-    }
-
-
 def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Tokens:
     """Return the row with a white square, as large as the model's, whose tokens take the place of its first ones.
 
     Raises:
         BadInputError: they leave nothing to learn.
     """
-    side, file = config.vision_config.image_size, io.BytesIO()
-    Image.new("RGB", (side, side), "white").save(file, "PNG")
-    picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    side = config.vision_config.image_size
+    picture = reference_to(Image.new("RGB", (side, side), "white"), None, "a white square")
     seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
     if len(seen) >= tokens:
         raise BadInputError(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel  # they take seconds to import
+    from transformers import GenerationConfig  # it takes seconds to import
 
 RENDERING_S = 5
 """Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
@@ -79,7 +79,7 @@ def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
     for each in templates_in_use(tokenizer):
         if not isinstance(each, str):
             raise BadInputError(
-                f"The tokenizer of {model} has {str(each)[:60]!r} as its chat template, which should be a text: "
+                f"The tokenizer of {model} has {begin_of(each, 60)!r} as its chat template, which should be a text: "
                 "correct its tokenizer_config.json, or pass another --model."
             )
 
@@ -87,9 +87,8 @@ def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
 def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the templates that conversations are written with: one, or one without and one with tools."""
     templates = tokenizer.chat_template
-    if isinstance(templates, dict):
-        return [templates[name] for name in (DEFAULT, WITH_TOOLS) if name in templates]
-    return [templates]
+    named = templates if isinstance(templates, dict) else {DEFAULT: templates}
+    return [named[name] for name in (DEFAULT, WITH_TOOLS) if name in named]
 
 
 # -- what it ends answers with
@@ -218,11 +217,6 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
         tuple(dict.fromkeys(number for number in ids if number is not None)),
         tuple(dict.fromkeys(end.text for end in ends if end.text)),
     )
-
-
-def stops_of_model(tokenizer: PreTrainedTokenizerBase, model: "PreTrainedModel") -> Stops:
-    """Return where a model stops that answers with this tokenizer; see `stops_of`."""
-    return stops_of(tokenizer, model.generation_config.eos_token_id)
 
 
 def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:

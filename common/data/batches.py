@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, tokens_in, without_labels
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels
 from common.data.stored_rows import take
 from common.planning.job import BatchShape
 
@@ -106,9 +106,7 @@ class TrainingRows(Dataset[Tokens]):
 
 def filler_like(row: Tokens) -> Tokens:
     """Return two tokens without labels, which add nothing to a loss; with a picture all: its tokens stay together."""
-    if "picture" not in row:
-        row = {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
-    return without_labels(row)
+    return without_labels(row if "picture" in row else first_tokens(row, 2))
 
 
 SORTED_STEPS = 4

@@ -78,7 +78,9 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
             "read as text."
         )
     for token, row in first_of.items():
-        if not _is_encodable(token, tokenizer):
+        ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
+        # a model of pieces (Unigram) may have it as a piece
+        if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
             raise BadInputError(
                 f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
                 "control token: take it out."
@@ -88,12 +90,6 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
         f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse)"
         f"{has_template if run.goal.converses else ''}"
     )
-
-
-def _is_encodable(token: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a control token can be encoded as text; a model of pieces (Unigram) may have it as a piece."""
-    ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
-    return token == tokenizer.unk_token or tokenizer.convert_tokens_to_ids(token) not in ids
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:

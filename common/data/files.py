@@ -229,11 +229,8 @@ def _not_utf8(source: str) -> BadInputError:
                 begin = max(0, error.start - SAMPLE_BYTES)
                 around = line[begin : error.start + SAMPLE_BYTES]
                 sample = b"".join(before)[-SAMPLE_BYTES:] + around + file.read(SAMPLE_BYTES)
-                likely = _likely(from_bytes(sample))
-                return BadInputError(
-                    f"{source} is not UTF-8 (line {number}, byte {offset + error.start})"
-                    f"{_read_as(likely, around, error.start - begin)}: save it as UTF-8{_by_iconv(likely)}."
-                )
+                likely = _said_of(_likely(from_bytes(sample)), around, error.start - begin)
+                return BadInputError(f"{source} is not UTF-8 (line {number}, byte {offset + error.start}){likely}.")
             before.append(line[-SAMPLE_BYTES:])
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
@@ -248,21 +245,18 @@ def _likely(matches: CharsetMatches) -> str:
     return WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
 
 
-def _read_as(encoding: str, line: bytes, place: int) -> str:
-    """Return how the part of a line around a byte reads in an encoding, so that a wrong guess is seen."""
+def _said_of(encoding: str, line: bytes, place: int) -> str:
+    """Return how the part of a line around a byte reads in an encoding, so that a wrong guess is seen; and a remedy."""
     if not encoding:
-        return ""
+        return ": save it as UTF-8"
     before = line[:place].decode(encoding, "ignore")
     begin = max(0, len(before) - SHOWN_AROUND)
     part = line.decode(encoding, "ignore")[begin : len(before) + SHOWN_AROUND]
-    return f"; it is probably {encoding}, in which the line reads {part.strip()!r}"
-
-
-def _by_iconv(encoding: str) -> str:
-    if not encoding:
-        return ""
     name = codecs.lookup(encoding).name.replace("_", "-")
-    return f", as by `iconv -f {name} -t utf-8 old > new`"
+    return (
+        f"; it is probably {encoding}, in which the line reads {part.strip()!r}: save it as UTF-8, as by `iconv -f "
+        f"{name} -t utf-8 old > new`"
+    )
 
 
 # -- Parquet and Arrow
@@ -278,39 +272,32 @@ def _binary_rows(source: str, suffix: str, holds: str) -> Found:
             path = DownloadManager().download(source)
         with open(path, "rb") as file:
             _check_begin(file.read(BEGIN_BYTES).removeprefix(b"PAR1"), source)
-        rows = _arrow_rows(path) if suffix == ARROW else _parquet_rows(path, source)
+        rows = _parquet_rows(path, source)
+        if suffix == ARROW:
+            from datasets import Dataset  # here, as above
+
+            rows = with_names(Dataset.from_file(path))
         for number, row in enumerate(rows, 1):
             yield row, f"{source}, row {number}"
-
-
-def _arrow_rows(path: str) -> Iterator[Row]:
-    from datasets import Dataset  # here, as above
-
-    return with_names(Dataset.from_file(path))
 
 
 def _parquet_rows(path: str, source: str) -> Iterator[Row]:
     import pyarrow as pa  # here: few runs need them
     import pyarrow.parquet as pq
 
-    file, size = pq.ParquetFile(path), os.path.getsize(path)
+    file, size, read, features = pq.ParquetFile(path), os.path.getsize(path), 0, None
     if file.metadata.num_rows > size:
         raise _is_bomb(source)
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        read = 0
-        for batch in file.iter_batches(BATCH_ROWS):
-            read += batch.nbytes
-            if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
-                raise _is_bomb(source)
-            yield batch
-
     if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
         from datasets import Features
 
-        tables = (pa.Table.from_batches([batch]) for batch in batches())
-        return _named(tables, Features.from_arrow_schema(file.schema_arrow))
-    return (as_written(row) for batch in batches() for row in batch.to_pylist())
+        features = Features.from_arrow_schema(file.schema_arrow)
+    for batch in file.iter_batches(BATCH_ROWS):
+        read += batch.nbytes
+        if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
+            raise _is_bomb(source)
+        table = pa.Table.from_batches([batch])
+        yield from _named([table], features) if features else map(as_written, table.to_pylist())
 
 
 def with_names(rows: Any) -> Iterator[Row]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import fsspec
 import yaml
@@ -146,7 +145,11 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
     with reading(card, f"Correct its configuration {name}."):
         start = f"{configs[name].get('data_dir', '').strip('./')}/".lstrip("/")
         below = [each.removeprefix(start) for each in names if each.startswith(start)]
-        patterns = _patterns_of(configs[name].get("data_files"))
+        patterns = configs[name].get("data_files") or {}
+        if patterns:
+            from datasets.data_files import sanitize_patterns  # here: it takes two seconds to import
+
+            patterns = sanitize_patterns(patterns)
         found = {
             split: [each for each in below if any(re.match(glob_translate(pattern), each) for pattern in its)]
             for split, its in patterns.items()
@@ -159,13 +162,6 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
         )
     found = found or by_names(below, suffixes)
     return {split: [start + each for each in files] for split, files in found.items()}
-
-
-def _patterns_of(data_files: Any) -> dict[str, list[str]]:
-    """Return the patterns of each split's files, as cards write them."""
-    from datasets.data_files import sanitize_patterns  # here: it takes two seconds to import
-
-    return sanitize_patterns(data_files) if data_files else {}
 
 
 def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from PIL.Image import Image
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
-from common.data.rows import Row, begin_of, place_of
+from common.data.rows import Row, place_of
 from common.data.tool_calls import from_text
 
 Message = dict[str, object]
@@ -29,8 +29,6 @@ ROLES = {
 ROLE_NAMES = sorted(set(ROLES.values()))
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
-SPEAKER = {"role", "from"}
-"""Keys of which a message has one."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
 RENAMED = ("from", "value", *WEIGHTS)
@@ -111,14 +109,15 @@ def system_of(row: Row) -> list[Message]:
 def _turn(question: object, answer: object) -> list[Message]:
     """Return both as messages, whether they are contents or lists of messages already."""
     both = (("user", question), ("assistant", answer))
-    turns = (said if _are_messages(said) else [{"role": role, "content": said}] for role, said in both)
+    turns = (said if are_messages(said) else [{"role": role, "content": said}] for role, said in both)
     return [message for turn in turns for message in turn]
 
 
-def _are_messages(value: object) -> bool:
-    return (
-        isinstance(value, list) and value != [] and all(isinstance(turn, dict) and SPEAKER & {*turn} for turn in value)
-    )
+def are_messages(value: object) -> bool:
+    """Return whether a value is a list of messages."""
+    turns = value if isinstance(value, list) else []
+    are_turns = (isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in turns)
+    return turns != [] and all(are_turns)
 
 
 def columns_of(row: object, place: str, expected: str) -> Row:
@@ -155,7 +154,7 @@ def _list_in(value: object, name: object, where: str) -> object:
     if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
         return value
     found = from_text(value)
-    if _are_messages(found):
+    if are_messages(found):
         return found
     if found is value and MESSAGES_BEGIN.match(value):
         raise BadInputError(

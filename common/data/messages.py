@@ -6,7 +6,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, TEXT_FILE
@@ -20,7 +20,7 @@ from common.data.rows import (
     Row,
     RowKind,
     Tokens,
-    begin_of,
+    first_tokens,
     place_of,
     placed,
     places_of,
@@ -97,18 +97,14 @@ def check_conversation(row: Row, where: str, train_on: str) -> Row:
     """
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
-        _check_message(message, where)
+        if not isinstance(message["content"], str):
+            raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
+        if not message["content"].strip() and not message.get("tool_calls"):
+            raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
     _check_turns(row, where)
     _check_weights(row, where, train_on)
     row = _with_facts(row, where)
     return with_tools(row, where)
-
-
-def _check_message(message: Row, where: str) -> None:
-    if not isinstance(message["content"], str):
-        raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
-    if not message["content"].strip() and not message.get("tool_calls"):
-        raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
 
 
 def _check_turns(row: Row, where: str) -> None:
@@ -168,11 +164,6 @@ def question_of(row: Row) -> str:
 def answer_of(row: Row) -> str:
     """Return the last answer's text, with what it calls, or how a plain text goes on."""
     return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
-
-
-def first_tokens(row: Tokens, count: int) -> Tokens:
-    """Return a row's first tokens, with their labels, and what is no list of tokens whole: say its picture."""
-    return {name: values[:count] if isinstance(values, list) else values for name, values in row.items()}
 
 
 def has_labels(tokens: Tokens) -> bool:

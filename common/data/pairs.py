@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
@@ -22,7 +22,6 @@ from common.data.rows import (
     Row,
     RowKind,
     Tokens,
-    begin_of,
     padded_shape,
     place_of,
     placed,

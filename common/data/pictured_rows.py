@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import messages
 from common.data.files import TABLES
-from common.data.formats import ROLES, with_lists
+from common.data.formats import ROLES, are_messages, with_lists
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
 from common.data.plain_texts import is_plain
@@ -74,7 +74,14 @@ def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
 
 def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, transparent: list[str]) -> Row:
     """Return what a row has besides its conversation: its picture, a digest of that, and what is asked for."""
-    picture = reference_to(_only(pictures, row, where), folder, where)
+    if not pictures:
+        raise BadInputError(
+            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
+            "with the path of a file, or go to 2.1, which learns from texts alone."
+        )
+    if len(pictures) > 1:
+        raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")
+    picture = reference_to(pictures[0], folder, where)
     digest, is_transparent = check_picture(picture, where)
     if is_transparent:
         transparent.append(where)
@@ -94,13 +101,9 @@ def _divided(row: Row) -> tuple[list[object], Row]:
     return pictures, {name: _without_pictures(value) for name, value in others.items()}
 
 
-def _is_messages(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
 def _pictures_in(value: Any) -> list[object]:
     """Return the pictures that stand in the parts of messages themselves, as Transformers takes them."""
-    contents = [message.get("content") for message in value] if _is_messages(value) else []
+    contents = [message.get("content") for message in value] if are_messages(value) else []
     parts = [part for content in contents if isinstance(content, list) for part in content if _is_picture_part(part)]
     found = [
         next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None) for part in parts
@@ -112,7 +115,7 @@ def _without_pictures(value: Any) -> Any:
     """Return a text, or messages, without what stands for a picture: parts, or `<image>`; anything else as it is."""
     if isinstance(value, str):
         return _text_alone(value, is_asked=True)
-    if not _is_messages(value):
+    if not are_messages(value):
         return value
     asked = [ROLES.get(str(message.get("role", message.get("from")))) == "user" for message in value]
     return [
@@ -130,19 +133,3 @@ def _text_alone(content: Any, is_asked: bool) -> Any:
 
 def _is_picture_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
-def _only(pictures: list[object], row: Row, where: str) -> object:
-    """Return a row's one picture.
-
-    Raises:
-        BadInputError: there is none, or there are several.
-    """
-    if not pictures:
-        raise BadInputError(
-            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
-            "with the path of a file, or go to 2.1, which learns from texts alone."
-        )
-    if len(pictures) > 1:
-        raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")
-    return pictures[0]

@@ -7,6 +7,7 @@ picture is opened when a batch needs it. Its processor stands beside the tokeniz
 
 import base64
 import io
+import os
 import zlib
 from collections.abc import Sequence
 from hashlib import sha256
@@ -19,9 +20,9 @@ import torch
 from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.data.files import is_url
-from common.data.rows import IGNORED_LABEL, Row, Tokens, begin_of, place_of
+from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485
@@ -61,7 +62,7 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
             "read: download the pictures, or pass a dataset that holds them."
         )
     file = folder / picture
-    if not _is_file(file):
+    if not os.path.isfile(file):  # nor is a text that is no path, such as base64 without its head
         raise BadInputError(
             f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}: correct the path, which "
             "begins at the folder of the data file."
@@ -72,13 +73,6 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
             "there, and name it by its path from there."
         )
     return str(file)
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except (OSError, ValueError):  # a text that is no path, such as base64 without its head
-        return False
 
 
 def check_picture(reference: str, where: str) -> tuple[str, bool]:
@@ -266,19 +260,14 @@ def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
 _IDS: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
 
 
-def picture_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens a row has up to the last of its picture's."""
-    image = tokenizer.processor.image_token_id
-    return len(ids) - ids[::-1].index(image)
-
-
 def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a row whose image tokens would be truncated at `max_length`.
 
     Raises:
         BadInputError: with how many tokens it takes.
     """
-    end = picture_end(tokens["input_ids"], tokenizer)
+    ids = tokens["input_ids"]
+    end = len(ids) - ids[::-1].index(tokenizer.processor.image_token_id)
     if end > max_length:
         raise BadInputError(
             f"{place_of(row)}: the image tokens end at position {end:,}, beyond max_length, {max_length:,}, and are "

@@ -59,11 +59,7 @@ def _learnt_pieces(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
         for row, text in zip(batch, texts, strict=True):
             ids = [*text, *end]
             check_budget(min(len(ids), run.max_length), row, run)
-            yield from _pieces(ids, run.max_length)
-
-
-def _pieces(ids: list[int], length: int) -> Iterator[Tokens]:
-    for start in range(0, len(ids), length):
-        piece = ids[start : start + length]
-        if len(piece) > 1:  # a single token predicts nothing
-            yield {"input_ids": piece, "attention_mask": [1] * len(piece), "labels": list(piece)}
+            for start in range(0, len(ids), run.max_length):
+                piece = ids[start : start + run.max_length]
+                if len(piece) > 1:  # a single token predicts nothing
+                    yield {"input_ids": piece, "attention_mask": [1] * len(piece), "labels": list(piece)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from common.base.errors import begin_of
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.planning.job import BatchShape
@@ -95,12 +96,6 @@ class RowKind:
     shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
 
 
-def begin_of(value: object, length: int = 80) -> str:
-    """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
 def placed(row: Row, where: str) -> Row:
     """Return the row with where it stands; a file of the repository by its path from there."""
     return {**row, "where": where.removeprefix(f"{REPOSITORY}/")}
@@ -153,6 +148,11 @@ def said_in(message: dict[str, Any]) -> str:
 def tokens_in(row: Tokens) -> int:
     """Return how long a row is: of one with two answers, the prompt with the longer one."""
     return max(len(row["input_ids"]), len(row.get("rejected_ids", ())))
+
+
+def first_tokens(row: Tokens, count: int) -> Tokens:
+    """Return a row's first tokens, with their labels, and what is no list of tokens whole: say its picture."""
+    return {name: values[:count] if isinstance(values, list) else values for name, values in row.items()}
 
 
 def labels_in(row: Tokens) -> int:

@@ -14,7 +14,7 @@ from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import find_here
 from common.base.run_config import RunConfig
 from common.data.batches import longest_first
 from common.data.control_tokens import check_control_tokens
@@ -63,8 +63,7 @@ def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
 def _place_here(source: str) -> Path | None:
     """Return the file or folder of a source that is no URL, and not on the Hub."""
     source = source.removeprefix("file://")
-    places = () if is_url(source) else (source, os.path.expanduser(source), REPOSITORY / source)
-    return next((Path(place) for place in places if os.path.exists(place)), None)
+    return None if is_url(source) else find_here(source)
 
 
 @lru_cache(maxsize=1)
@@ -98,7 +97,7 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
             "dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)
-    say_once(_say_names({split: (name, found[name][1]) for split, name in names.items()}, source))
+    _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
     return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
 
 
@@ -125,13 +124,13 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
     return chosen
 
 
-def _say_names(names: dict[str, tuple[str, str]], source: str) -> str:
-    """Return one line on splits that are called otherwise, by what a source calls each, and where it is; or none."""
+def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
+    """Say which splits are called otherwise, by what a source calls each, and where it is."""
     called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
     others = [
         f"{name} is {split}" for split, name in called.items() if split_named(name) and split[:3] not in name.lower()
     ]
-    return f"{source}: {', '.join(others)}" if others else ""
+    say_once(f"{source}: {', '.join(others)}" if others else "")
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
@@ -144,7 +143,8 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)
-        return {split: (_rows_of_files(names, kind), _place_of_files(names, folder)) for split, names in files.items()}
+        places = {split: folder if is_url(folder) else os.path.commonpath(names) for split, names in files.items()}
+        return {split: (_rows_of_files(names, kind), places[split]) for split, names in files.items()}
     if run.dataset_config:
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
@@ -164,11 +164,6 @@ def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
                 f"{file} holds {', '.join(splits)}, but is one split of its folder: pass --data with the file itself."
             )
         yield from next(iter(splits.values()))
-
-
-def _place_of_files(files: Sequence[str], folder: str) -> str:
-    """Return the only file, or the folder of several."""
-    return files[0] if len(files) == 1 else folder if is_url(folder) else os.path.commonpath(files)
 
 
 def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:

@@ -9,7 +9,7 @@ from itertools import chain, groupby, islice, zip_longest
 from typing import Any
 
 from common.base.errors import BadInputError, said_by
-from common.data.formats import ELSEWHERE, FORMATS
+from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
@@ -203,7 +203,12 @@ def _is_odd(text: str) -> bool:
 
 def _check_odd(row: Any, where: str) -> None:
     level, depth = [row], 0
-    while level := [each for value in level if isinstance(value, list | dict) for each in _parts_of(value)]:
+    while level := [
+        each
+        for value in level
+        if isinstance(value, list | dict)
+        for each in (value.values() if isinstance(value, dict) else value)
+    ]:
         depth += 1
         if depth > MOST_LEVELS:
             raise BadInputError(
@@ -216,10 +221,6 @@ def _check_odd(row: Any, where: str) -> None:
         raise BadInputError(
             f"{where} has half of a character, {half}, which is no text: correct or remove it."
         ) from None
-
-
-def _parts_of(value: list[Any] | dict[str, Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _goes_on(line: str) -> bool:
@@ -247,7 +248,7 @@ def _splits_in(value: Any, wrappers: int) -> dict[str, list[Any]]:
 def _rows_in(value: Any) -> list[Any]:
     """Return the rows of a list of them, or of a table as pandas' `to_json` writes it; none if it is neither."""
     if isinstance(value, list):
-        return value if all(isinstance(row, dict) for row in value) and not _is_conversation(value) else []
+        return value if all(isinstance(row, dict) for row in value) and not are_messages(value) else []
     if not isinstance(value, dict) or any(map(split_named, value)):
         return []
     columns, cells, parts = value.get("columns"), value.get("data"), list(value.values())
@@ -271,13 +272,7 @@ def _is_row(value: dict[str, Any], least: int = 1) -> bool:
     """Return whether an object has messages, or single values in at least so many columns of a row that is known."""
     names = {name.lower() for name, each in value.items() if not isinstance(each, list | dict)}
     is_known = any(names.issuperset(columns) for columns in COLUMNS if len(columns) >= least)
-    return is_known or any(map(_is_conversation, value.values()))
-
-
-def _is_conversation(value: Any) -> bool:
-    """Return whether a value is a list of messages, which is what a row holds."""
-    messages = value if isinstance(value, list) else []
-    return any(isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in messages)
+    return is_known or any(map(are_messages, value.values()))
 
 
 # -- plain text

@@ -5,15 +5,14 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
 from common.data.control_tokens import control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
@@ -210,7 +209,8 @@ def _ids(
         conversations = list(group)
         settings = {"add_generation_prompt": answer_follows, "chat_template": template}
         encoded = _applied(conversations, tokenizer, pattern if has_token else None, **settings)
-        ids += map(partial(_whole_ids, tokenizer=tokenizer), conversations, encoded["input_ids"])
+        for row, row_ids in zip(conversations, encoded["input_ids"], strict=True):
+            ids.append(with_picture_tokens(row_ids, row, tokenizer) if "picture" in row else row_ids)
     return ids
 
 
@@ -265,10 +265,6 @@ def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     return not takes_objects and "shelf" in written(json.dumps(arguments))
 
 
-def _whole_ids(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return with_picture_tokens(ids, row, tokenizer) if "picture" in row else ids
-
-
 def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
     labels = [token if is_learnt else IGNORED_LABEL for token, is_learnt in zip(ids, learnt, strict=True)]
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
@@ -281,21 +277,16 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
         BadInputError: with where the row stands and its turns, or the message that is dropped; or it computes without
             end.
     """
-    template = f"The chat template of {tokenizer.name_or_path}"
-    what = f"{place_of(row)}, as the chat template of {tokenizer.name_or_path} writes it,"
-    with in_time(what), reading(what, REMEDY):
-        try:
-            text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
-        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
-            raise BadInputError(
-                f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): {REMEDY}"
-            ) from None
+    template = f"chat template of {tokenizer.name_or_path}"
+    what = f"{place_of(row)}, with the turns {', '.join(turns)} as the {template} writes them,"
+    with in_time(what), reading(what, REMEDY, "written"):  # such as an unknown role, a second system message
+        text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
     for message in row["messages"]:
         dropped = [says for says in _said(message) if says not in text]
         if dropped:
             raise BadInputError(
-                f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in {place_of(row)}: "
-                "remove such messages, or pass a --model whose template writes them."
+                f"The {template} leaves out {begin_of(dropped[0], 60)!r} of the {message['role']} message in "
+                f"{place_of(row)}: remove such messages, or pass a --model whose template writes them."
             )
 
 

@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, padded_shape, placed, places_of, shown
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
@@ -26,24 +27,26 @@ MOST_LABELS, MOST_LABELS_SAID = 100, 20
 
 def labelled_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
-    kind = _row_kind(run, ("text", "label"), "row per label", tokenize_labelled)
-    return replace(kind, finish=with_classes, shape=shape_of_labels)
+    return _row_kind(
+        run, ("text", "label"), "row per label", tokenize=tokenize_labelled, finish=with_classes, shape=shape_of_labels
+    )
 
 
 def summary_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
-    kind = _row_kind(run, ("text", "summary"), "text with its summary", tokenize_summaries)
-    return replace(kind, shape=shape_of_summaries)
+    return _row_kind(
+        run, ("text", "summary"), "text with its summary", tokenize=tokenize_summaries, shape=shape_of_summaries
+    )
 
 
-def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Callable[..., list[Tokens]]) -> RowKind:
+def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, **more: Any) -> RowKind:
     columns = {key: getattr(run, f"{key}_column") for key in keys}
     return RowKind(
         suffixes=TABLES,
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
         advice=advice,
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
-        tokenize=tokenize,
+        **more,
     )
 
 
@@ -254,8 +257,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
 
 
 def _refuse_long(rows: Sequence[Row], key: str, limit: int, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    long = _too_long(rows, key, limit, tokenizer)
-    if long:
+    if long := _too_long(rows, key, limit, tokenizer):
         what = "texts" if key == "text" else "summaries"
         raise BadInputError(
             f"{len(long)} of {len(rows)} {what} have more than {limit} tokens ({places_of(take(rows, long))}): raise "

@@ -2,14 +2,18 @@
 
 import ast
 import json
+import re
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from typing import Any
 
-from common.base.errors import BadInputError
-from common.data.rows import Row, begin_of
+from common.base.errors import BadInputError, begin_of
+from common.data.rows import Row
 
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
 DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')
+"""How the JSON schema of a parameter allows null: among its types or values, or in OpenAPI's way."""
 
 
 def from_json(value: object) -> object:
@@ -118,70 +122,45 @@ def as_written(row: Row) -> Row:
     """Return a row of Arrow without what only other rows have, in calls of tools and in their declarations.
 
     Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
-    the tool's own declaration allows null; a text that holds JSON has its own keys alone.
+    a tool of the row allows null for it; a text that holds JSON has its own keys alone.
     """
-    changed: Row = {}
-    if isinstance(row.get("tools"), list):
-        changed["tools"] = _without_nulls(row["tools"])
-    parameters: dict[str, object] | None = None
-    for column, value in row.items():
-        if isinstance(value, list) and any(isinstance(each, dict) and each.get("tool_calls") for each in value):
-            parameters = _parameters_of(changed.get("tools", row.get("tools"))) if parameters is None else parameters
-            changed[column] = [_as_written_message(message, parameters) for message in value]
+    with_calls = [column for column, value in row.items() if isinstance(value, list) and any(map(_calls, value))]
+    tools, changed = row.get("tools"), {}
+    if isinstance(tools, list):
+        changed["tools"] = tools = _without_nulls(tools)
+    nullable = set(_nullable(tools)) if with_calls else set()
+    for column in with_calls:
+        changed[column] = [
+            {**message, "tool_calls": _without_nulls(message["tool_calls"], nullable)} if _calls(message) else message
+            for message in row[column]
+        ]
     return {**row, **changed}
 
 
-def _as_written_message(message: Any, parameters: dict[str, object]) -> Any:
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_as_written_call(call, parameters) for call in calls]}
+def _calls(message: object) -> bool:
+    return isinstance(message, dict) and bool(message.get("tool_calls"))
 
 
-def _as_written_call(call: Any, parameters: dict[str, object]) -> Any:
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return {**_without_nulls(call), "function": _as_written_call(call["function"], parameters)}
-    arguments = _given(call.get("arguments"), parameters.get(str(call.get("name"))))
-    return {**_without_nulls(call), "arguments": arguments}
+def _nullable(declared: object) -> Iterator[str]:
+    """Yield the names of the parameters that the declarations of tools allow to be null, by their JSON schemas."""
+    declared = from_text(declared)
+    if isinstance(declared, list):
+        for each in declared:
+            yield from _nullable(each)
+    elif isinstance(declared, dict):
+        properties = declared.get("properties")
+        for name, schema in properties.items() if isinstance(properties, dict) else ():
+            if NULL_IN_SCHEMA.search(json.dumps(schema, default=str)):
+                yield name
+        for each in declared.values():
+            yield from _nullable(each)
 
 
-def _parameters_of(tools: object) -> dict[str, object]:
-    """Return the parameters that each tool declares, by its name."""
-    declared = [_object(from_text(tool)) for tool in _listed(from_text(tools))]
-    functions = (_object(tool.get("function") or tool) for tool in declared)
-    return {str(each.get("name")): from_text(each.get("parameters")) for each in functions}
-
-
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, nullable: Set[str] = frozenset()) -> Any:
+    """Return a value without keys of null in it, but for those that are `nullable`."""
     if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
+        return [_without_nulls(each, nullable) for each in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        kept = (key for key, each in value.items() if each is not None or key in nullable)
+        return {key: _without_nulls(value[key], nullable) for key in kept}
     return value
-
-
-def _given(value: Any, schema: object) -> Any:
-    """Return arguments without the keys of null, but where their JSON schema allows it."""
-    if isinstance(value, list):
-        return [_given(each, _object(schema).get("items")) for each in value]
-    if not isinstance(value, dict):
-        return value
-    of_keys = _object(_object(schema).get("properties"))
-    kept = (key for key, each in value.items() if each is not None or _allows_null(of_keys.get(key)))
-    return {key: _given(value[key], of_keys.get(key)) for key in kept}
-
-
-def _allows_null(schema: object) -> bool:
-    kinds, values, any_of, one_of = (_listed(_object(schema).get(key)) for key in ("type", "enum", "anyOf", "oneOf"))
-    is_null = "null" in kinds or None in values or _object(schema).get("nullable") is True
-    return is_null or any(map(_allows_null, [*any_of, *one_of]))
-
-
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -34,7 +36,7 @@ from transformers.utils import is_liger_kernel_available
 
 from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.answer_ends import check_named_templates, say_ends, stops_of
 from common.data.row_checks import say_once
@@ -71,11 +73,6 @@ A_WORD = "Clock"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 """Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
-COUNTED_FROM_PADDING = (
-    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
-"""Kinds whose positions begin behind their padding token's: two are never taken."""
 SEEING = ("idefics2", "idefics3", "smolvlm")
 """Kinds whose vision tower takes `pixel_values` and their mask, and nothing else."""
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
@@ -126,9 +123,8 @@ def check_model(model: str, revision: str = "") -> str:
     if model == MINILM:
         check_minilm(f"model is {MINILM}", "another --model")
         return str(minilm_folder())
-    for folder in (Path(model).expanduser(), REPOSITORY / model):
-        if folder.is_dir():
-            return str(_check_folder(folder, model))
+    if folder := find_here(model, os.path.isdir):
+        return str(_check_folder(folder, model))
     if not is_hub_id(model):
         raise BadInputError(
             f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."
@@ -328,11 +324,13 @@ def load_base_model(
     source: str | Path | None = None,
     quantized: bool = True,
     each: EachModule | None = None,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
-    With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is. With
-    classification it has a head for the labels of the run's data, which starts at random where the base has none.
+    With qlora the base's layers are in 4 bits, by `quantization` or else by the run's settings, unless `quantized` is
+    False; a `source` is taken as it is. With classification it has a head for the labels of the run's data, which
+    starts at random where the base has none.
 
     With `each` the model comes module by module to one device: it is called with the name and the module as soon as
     that has all weights of its own, whole, and quantized where they are to be, and may replace these. A module whose
@@ -345,7 +343,7 @@ def load_base_model(
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized, each)
     else:
-        settings = {"quantization_config": quantization_config(run)} if quantized else {}
+        settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
         if each:
             kind = model_class(run, any_shape_config(run.model, run.model_revision))
             with each_as_it_is_read(kind, each) as watched:
@@ -456,11 +454,8 @@ def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     texts = config.get_text_config()
     positions = getattr(texts, "max_position_embeddings", None)
-    if not positions:
-        return None
-    if config.model_type in COUNTED_FROM_PADDING:
-        return positions - 2
-    return reach_of_positions(positions, getattr(texts, "rope_parameters", None))
+    rope = getattr(texts, "rope_parameters", None)
+    return reach_of_positions(config.model_type, positions, rope) if positions else None
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:

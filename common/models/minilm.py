@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+from functools import cache
 from pathlib import Path
 
 from common.base.errors import BadInputError
@@ -28,8 +29,9 @@ def check_minilm(asked_by: str, otherwise: str) -> None:
         )
 
 
+@cache
 def minilm_folder() -> Path:
-    """Return the folder with its weights and its tokenizer, if the weights are the published ones.
+    """Return the folder with its weights and its tokenizer, if the weights are the published ones: hashed once.
 
     Raises:
         BadInputError: the weights are not those that were published.

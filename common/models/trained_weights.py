@@ -8,10 +8,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.base.errors import BadInputError, closest
+from common.base.errors import BadInputError, begin_of, closest
 from common.base.run_config import RunConfig, names_in
 from common.data.row_checks import say_once
-from common.data.rows import begin_of
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 

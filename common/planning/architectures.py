@@ -5,14 +5,15 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import BadInputError, reading
-from common.base.paths import REPOSITORY
+from common.base.errors import BadInputError, begin_of, reading
+from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 SPLIT = 4
@@ -20,6 +21,11 @@ SPLIT = 4
 
 (transformers/models/idefics3/image_processing_idefics3.py; SmolVLM's has 1536 pixels.)
 """
+COUNTED_FROM_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Kinds whose positions begin behind their padding token's: two are never taken."""
 COLOURS = 3
 """Channels of a pixel where the config.json does not say."""
 POSITIVE_KEYS = {
@@ -219,8 +225,7 @@ def find_config(model: str, revision: str = "") -> Path:
 
 
 def _places_of_config(model: str) -> Iterator[Path]:
-    for place in _places_here(model):
-        yield from (place, place / "config.json")
+    yield from filter(None, (find_here(place, os.path.isfile) for place in (model, Path(model) / "config.json")))
     if _looks_like_id(model) and (cached := _cached_configs(model)):  # its own, whatever is here under its name
         yield from (path for path in (_cached_config(model), *cached) if path)
     name = model.rpartition("/")[2].lower()
@@ -254,7 +259,7 @@ def refuse_revision(model: str, revision: str) -> None:
 
 def is_hub_id(model: str) -> bool:
     """Return whether `model` is the id of a model on the Hub, as `owner/name`, and not a file or folder here."""
-    return _looks_like_id(model) and not any(place.exists() for place in _places_here(model))
+    return _looks_like_id(model) and find_here(model) is None
 
 
 def cached_commit(model: str, revision: str = "") -> str | None:
@@ -280,10 +285,6 @@ def _looks_like_id(model: str) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _places_here(model: str) -> list[Path]:
-    return [Path(model).expanduser(), REPOSITORY / model]
 
 
 def _cached_config(model: str, revision: str = "") -> Path | None:
@@ -327,8 +328,8 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
         if key in POSITIVE_KEYS and value is not None and not is_whole:
             raise BadInputError(
-                f"{key} in {path.name} of {model} is {value!r:.60}, but must be a whole number above 0, at most "
-                f"{LARGEST_SIZE:,}."
+                f"{key} in {path.name} of {model} is {begin_of(repr(value), 60)}, but must be a whole number above 0, "
+                f"at most {LARGEST_SIZE:,}."
             )
     name = path.parent.name if path.name == "config.json" else path.stem
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
@@ -393,19 +394,20 @@ def refuse_quantized(model: str, config: dict[str, Any]) -> None:
     )
 
 
-def reach_of_positions(positions: int, rope: Any) -> int:
-    """Return how many tokens a model's positions reach: those of rotary embeddings may be stretched by a factor.
+def reach_of_positions(kind: str, positions: int, rope: Any = None) -> int:
+    """Return how many tokens the positions of a kind of model reach; rotary ones may be stretched by a factor.
 
     `rope`: what its config has as `rope_parameters`, or as `rope_scaling` in older ones; of some models one for each
     kind of layer.
     """
+    positions -= 2 * (kind in COUNTED_FROM_PADDING)
     if not isinstance(rope, Mapping):
         return positions
-    kinds = [kind for kind in rope.values() if isinstance(kind, Mapping)] or [rope]
+    kinds = [each for each in rope.values() if isinstance(each, Mapping)] or [rope]
     stretched = [
-        int(kind["factor"] * (kind.get("original_max_position_embeddings") or positions))
-        for kind in kinds
-        if kind.get("factor")
+        int(each["factor"] * (each.get("original_max_position_embeddings") or positions))
+        for each in kinds
+        if each.get("factor")
     ]
     return max([positions, *stretched])
 
@@ -503,7 +505,6 @@ class Family:
             end with a norm, as in BERT and BART.
         attention_bias: The biases of queries, keys and values where the config.json does not say.
         normalizes_queries: Queries and keys have norms of their own.
-        reserved_positions: Positions in the embeddings that no token takes.
         has_pooler: A classifier reads the last hidden state's first token through a pooler, without dropout before it.
         embeddings, layers, heads: Names of modules, for device maps: the embeddings, the list of layers, and what
             follows them in a model that predicts tokens.
@@ -514,7 +515,6 @@ class Family:
     is_llama_like: bool = True
     attention_bias: bool = False
     normalizes_queries: bool = False
-    reserved_positions: int = 0
     has_pooler: bool = False
     embeddings: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -549,7 +549,7 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=head_dim,
         vocab=config["vocab_size"],
         max_length=reach_of_positions(
-            config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
+            kind, config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
         ),
         stacks=(Stack("decoder", config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
@@ -576,7 +576,7 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
         kv_heads=config["num_attention_heads"],
         head_dim=hidden // config["num_attention_heads"],
         vocab=config["vocab_size"],
-        max_length=config["max_position_embeddings"] - FAMILIES[kind].reserved_positions,
+        max_length=reach_of_positions(kind, config["max_position_embeddings"]),
         stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=(config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden,
@@ -656,7 +656,7 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
 
 
 _ROBERTA = Family(
-    _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
+    _bert_like, False, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
     classifier=("classifier",),
 )  # fmt: skip
 FAMILIES = {

@@ -7,6 +7,7 @@ entries that begin a weight's name the longest decides; the empty one stands for
 
 import difflib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import find_here
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
@@ -261,8 +262,7 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
     Raises:
         BadInputError: There is no such file, or it holds something else.
     """
-    places = Path(path).expanduser(), REPOSITORY / path
-    file = next((place for place in places if place.is_file()), None)
+    file = find_here(path, os.path.isfile)
     example = '{"model.layers.0": 0, "model.layers.1": 1}'
     if file is None:
         raise BadInputError(f"There is no device map {path}: pass balanced, even, or a JSON file such as {example}.")

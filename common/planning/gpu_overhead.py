@@ -8,6 +8,7 @@ from common.planning.architectures import Architecture
 from common.planning.job import Job
 from common.planning.memory_plan import DeviceMemory, device_memory
 from common.planning.shares import Share, part_of_rank
+from common.planning.step_speed import generation_of
 from common.planning.terms import Term, size_of, where
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
@@ -17,8 +18,6 @@ CONTEXT_GIB = 0.3
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
 PASSING_PARTS = ("activations", "logits", "gradients")
-# cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)
-WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
 # per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_peaks.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
@@ -57,7 +56,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         )
         pairs = Term("overhead", "process: freed blocks that it keeps", "measured elsewhere", CPU_PAIRS_GIB * GIB)
         return where((True, process), (job.batch.tiles, pictures), (job.batch.goal.compares, pairs))
-    workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
+    workspace = generation_of(gpu).workspace_gib
     passing = passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2

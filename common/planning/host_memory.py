@@ -115,23 +115,18 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
 
 
 def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return the copies of what is written while training goes on; none where training waits.
-
-    Of the weights there may be two: of what is being written, and of the best that wait for that.
-    """
-    weights, trained = _counts(architecture, job)
-    saved, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
+    """Return the copy of what is written while training goes on: what is trained; none where training waits."""
+    _, trained = _counts(architecture, job)
     of_tower = trained_of_tower(architecture, job, whole_model(architecture))
-    beside = of_tower * job.method.has_adapters  # with full they are among the weights
-    tower_state = _state_bytes(job, job.weight_bytes)
-    whole = saved * each + trained * _state_bytes(job) + beside * job.weight_bytes + of_tower * tower_state
+    state, tower_state = _state_bytes(job), _state_bytes(job, job.weight_bytes)
+    whole = trained * (job.trained_bytes + state) + of_tower * (job.weight_bytes + tower_state)
     if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:
         return []
     what = "of the vision tower"
     return where(
-        (True, _shards("weights", "two copies of the weights that are saved", saved, 2 * each, job, machines)),
-        (beside, _shards("weights", f"the same {what}", beside, 2 * job.weight_bytes, job, machines)),
-        (True, _shards("optimizer", "copy of their optimizer states", trained, _state_bytes(job), job, machines)),
+        (True, _shards("weights", "copy of the weights that are saved", trained, job.trained_bytes, job, machines)),
+        (of_tower, _shards("weights", f"the same {what}", of_tower, job.weight_bytes, job, machines)),
+        (True, _shards("optimizer", "copy of their optimizer states", trained, state, job, machines)),
         (of_tower, _shards("optimizer", f"the same {what}", of_tower, tower_state, job, machines)),
     )
 

@@ -350,9 +350,12 @@ class Job(HasSpecs):
         """Return whether a rank has a buffer for its part of the gradients as soon as the backward pass begins.
 
         The last ranks keep the part of the last layers, whose gradients come first. The first half of the ranks have
-        theirs when half of the activations are gone, which outweighs it.
+        theirs when half of the activations are gone, which outweighs it. (Of ZeRO's stage 2 alone:
+        deepspeed/runtime/zero/stage_1_and_2.py, `grads_in_partition`.)
         """
-        return self.parallelism.gathers_own_gradients and not self.offload and 2 * (rank + 1) > self.devices
+        sharing = self.parallelism
+        is_stage_2 = sharing.uses_deepspeed and sharing.shards_gradients and not sharing.shards_weights
+        return is_stage_2 and not self.offload and 2 * (rank + 1) > self.devices
 
     def adapts(self, linear: Linear) -> bool:
         """Return whether this projection gets an adapter."""

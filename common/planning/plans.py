@@ -407,23 +407,24 @@ def ranked_plans(
         usual = parallels or _usual_parallelisms(technique, asked.batch, cluster)
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
-            if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
+            sharing, number_format = PARALLELISMS[parallel], precision or usual_precision(technique, cluster)
+            # fp16 needs scaled losses, which sharding and pipelines lack here
+            lacks_scaling = number_format == "fp16-mixed" and (sharing.shards or sharing.pipelines)
+            has_too_few_layers = sharing.splits_layers and len(cluster.gpus) > architecture.layers
+            is_on_several = sharing.layers_in_turn and cluster.nodes > 1
+            if parallels is None and (lacks_scaling or has_too_few_layers or is_on_several):
                 continue
-            if parallels is None and not _scales_losses(parallel, precision or usual_precision(technique, cluster)):
-                continue
-            if PARALLELISMS[parallel].layers_in_turn and cluster.nodes > 1:
-                if parallels is None:
-                    continue
+            if is_on_several:
                 raise BadInputError(f"--parallel {parallel} is one process on one machine: pass --nodes 1, or pp.")
             parts = (parallels and micro_batches) or _micro_batches(asked.batch.rows, parallel, cluster)
-            has_too_few = PARALLELISMS[parallel].pipelines and parts < len(cluster.gpus)
+            has_too_few = sharing.pipelines and parts < len(cluster.gpus)
             job = replace(
                 asked,
                 technique=technique,
                 parallel=parallel,
                 devices=len(cluster.gpus),
                 dp_replicate_size=copies,
-                precision=precision or usual_precision(technique, cluster),
+                precision=number_format,
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
@@ -462,12 +463,6 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
     has_own_list = task.folder_for_one != "" and technique in task.techniques  # else the planner's suggestions hold
     usual = task.parallelisms if has_own_list else suggested
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
-
-
-def _scales_losses(parallel: str, precision: Precision) -> bool:
-    """Return whether training takes the precision: fp16 needs scaled losses, which sharding and pipelines lack here."""
-    sharing = PARALLELISMS[parallel]
-    return precision != "fp16-mixed" or not (sharing.shards or sharing.pipelines)
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
@@ -728,14 +723,13 @@ def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:
 
 
 def _phase_table(phases: Sequence[Phase]) -> str:
-    rows = [[phase.name, phase.alive, phase.memory.moment, *_three_figures(phase.memory)] for phase in phases]
+    figures = [(each.memory.allocated_gib, each.memory.peak_gib, each.memory.safe_gib) for each in phases]
+    rows = [
+        [phase.name, phase.alive, phase.memory.moment, *(f"{gib:.1f}" for gib in its)]
+        for phase, its in zip(phases, figures, strict=True)
+    ]
     headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
     return _outlined(rows, headers, text_columns=3)
-
-
-def _three_figures(memory: DeviceMemory) -> list[str]:
-    """Return what PyTorch allocates, what `nvidia-smi` is likely to show, and what is safe."""
-    return [f"{gib:.1f}" for gib in (memory.allocated_gib, memory.peak_gib, memory.safe_gib)]
 
 
 def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:

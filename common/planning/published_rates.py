@@ -13,7 +13,7 @@ from typing import Any
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu
 from common.planning.architectures import FAMILIES, Architecture
-from common.planning.job import BatchShape, Job, Kernels
+from common.planning.job import BatchShape, Job
 from common.planning.shares import Share, whole_model
 from common.planning.step_speed import generation_of, peak_tflops, step_flops
 from common.planning.time_plan import Cluster, Link, Speed, step_time
@@ -73,12 +73,8 @@ class PublishedRate:
     @cached_property
     def planned(self) -> float:
         """What the planner says: tokens per second of one GPU."""
-        return self.job.batch.tokens / mean(self._step_s(job) for job in self.jobs)
-
-    def _step_s(self, job: Job) -> float:
-        shares = [whole_model(self.architecture)] * job.devices
-        speeds = [Speed(None, self.where)] * job.devices
-        return step_time(self.architecture, job, self.cluster, shares, speeds).total_s
+        shares = [whole_model(self.architecture)] * self.job.devices
+        return self.job.batch.tokens / mean(_step_s(self.architecture, job, self.cluster, shares) for job in self.jobs)
 
     @property
     def ratio(self) -> float:
@@ -91,6 +87,11 @@ class PublishedRate:
         share = whole_model(self.architecture)
         flops = mean(step_flops(self.architecture, job, share).total for job in self.jobs) / self.job.batch.tokens
         return self.tokens_per_s * flops / (peak_tflops(self.gpu, self.job) * 1e12)
+
+
+def _step_s(architecture: Architecture, job: Job, cluster: Cluster, shares: Sequence[Share]) -> float:
+    speeds = [Speed(None, "the model of a step's speed")] * len(cluster.gpus)
+    return step_time(architecture, job, cluster, shares, speeds).total_s
 
 
 @cache
@@ -217,12 +218,11 @@ def best_tokens_per_s(
     best = best_published(job.technique, generation_of(cluster.gpus[0]).name, architecture.parameters)
     if best is None or job.precision == "fp32":
         return None
-
-    def step_s(kernels: Kernels) -> float:
-        speeds = [Speed(None, best.where)] * len(cluster.gpus)
-        return step_time(architecture, replace(job, kernels=kernels), cluster, shares, speeds).total_s
-
-    gain = step_s(job.kernels) / step_s(best.job.kernels) / best.ratio
+    own_s, best_s = (
+        _step_s(architecture, replace(job, kernels=kernels), cluster, shares)
+        for kernels in (job.kernels, best.job.kernels)
+    )
+    gain = own_s / best_s / best.ratio
     return tokens_per_s * max(1.0, gain)
 
 

@@ -16,7 +16,7 @@ The bytes are counted, not fitted. Fitted are the constants that say so, to the 
 from dataclasses import astuple, dataclass, replace
 
 from common.base.errors import BadInputError
-from common.hardware.devices import Gpu
+from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Linear, Stack, Tower
 from common.planning.job import Job, Kernels
 from common.planning.shares import Share, sees, trains_head, whole_model
@@ -46,6 +46,7 @@ class Generation:
             would give 0.94, and BART-large, one row at a time, took half as long again as planned with that
             (published.json).
         assumed: Why the shares are no fitted ones; empty = they are.
+        workspace_gib: Of cuBLAS (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
 
     name: str
@@ -53,12 +54,13 @@ class Generation:
     reached: float
     reached_fp32: float = 0.82
     assumed: str = ""
+    workspace_gib: float = 8_519_680 / GIB
 
 
 # Cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; those with the full rate are held
 # back by their power
 GENERATIONS = (
-    Generation("Hopper", ("H100", "H200"), 0.61),
+    Generation("Hopper", ("H100", "H200"), 0.61, workspace_gib=32 / 1024),
     Generation("A100", ("A100", "A800"), 0.82),
     Generation("half-rate Ampere and Ada", ("RTX 3090", "RTX 4090", "A10G", "L40 "), 1.0),
     Generation("full-rate Ampere and Ada", ("RTX A", "RTX 6000 Ada", "L40S", "L4 "), 0.70),

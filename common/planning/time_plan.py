@@ -415,12 +415,10 @@ def break_even_gbit(
     """
 
     def bill(cluster: Cluster) -> float:
-        speeds = [speed_of(gpu, job, calibration) for gpu in cluster.gpus]
-        shares = [whole_model(architecture)] * len(cluster.gpus)
         price = cluster.usd_per_second
         if price is None:
             raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
-        return step_time(architecture, job, cluster, shares, speeds).total_s * price
+        return _whole_step_s(architecture, job, cluster, calibration) * price
 
     target = bill(one_machine)
     return smallest_ratio(lambda gbit: bill(replace(many_machines, link=ethernet(gbit))) <= target, *ETHERNETS_GBIT)
@@ -434,12 +432,14 @@ def faster_from_gbit(
     calibration: dict[str, list[float]],
 ) -> float | None:
     """Return the Ethernet, in Gbit/s, from which on `machines` train so many rows per second; None: never."""
-    speeds = [speed_of(gpu, job, calibration) for gpu in machines.gpus]
-    shares = [whole_model(architecture)] * len(machines.gpus)
+    most_s = job.batch.rows * job.data_parallel_ranks / rows_per_s
+    return smallest_ratio(
+        lambda gbit: _whole_step_s(architecture, job, replace(machines, link=ethernet(gbit)), calibration) <= most_s,
+        *ETHERNETS_GBIT,
+    )
 
-    def is_as_fast(gbit: float) -> bool:
-        over_it = replace(machines, link=ethernet(gbit))
-        step_s = step_time(architecture, job, over_it, shares, speeds).total_s
-        return job.batch.rows * job.data_parallel_ranks / step_s >= rows_per_s
 
-    return smallest_ratio(is_as_fast, *ETHERNETS_GBIT)
+def _whole_step_s(architecture: Architecture, job: Job, cluster: Cluster, calibration: dict[str, list[float]]) -> float:
+    """Return the seconds of a step of devices that each hold the whole model."""
+    speeds = [speed_of(gpu, job, calibration) for gpu in cluster.gpus]
+    return step_time(architecture, job, cluster, [whole_model(architecture)] * len(cluster.gpus), speeds).total_s

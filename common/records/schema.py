@@ -6,13 +6,13 @@ Pydantic checks a record against `Fields`. Keys that are not named here are take
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NotRequired, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from common.base.errors import BadInputError
-from common.base.run_config import DEFAULTS, RANGES, RUN_NAME_PATTERN, RunConfig, idle_settings
+from common.base.errors import BadInputError, begin_of
+from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 
 MOST = 10**18
@@ -31,14 +31,6 @@ def _name(name: str) -> str:
     return name
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    for allowed, names in RANGES.items():
-        for name in names:
-            if name in config and not allowed.holds(config[name]):
-                raise ValueError(f"{name} is {config[name]!r}, which no run has")
-    return config
-
-
 def _drawn(score: float) -> float:
     if math.isfinite(score) and abs(score) > 1e100:
         raise ValueError("it is larger than any loss")
@@ -55,16 +47,6 @@ Score = Annotated[float, AfterValidator(_drawn)]
 """A loss or a score, which is no number or infinite where a run diverged."""
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
-TYPES_OF_SETTINGS = {int: Annotated[int, Field(ge=-MOST, le=MOST)], float: Figure, str: Text}
-Settings = Annotated[
-    TypedDict(
-        "Settings",
-        {name: TYPES_OF_SETTINGS.get(hint, hint) for name, hint in get_type_hints(RunConfig).items()
-         if not name.startswith("_")},
-        total=False,
-    ),
-    AfterValidator(_settings),
-]  # fmt: skip
 
 
 class Environment(TypedDict):
@@ -98,37 +80,25 @@ Planned = TypedDict("Planned", {"batch": Batch, "sent_bytes": NotRequired[Amount
 Rows = TypedDict("Rows", {"training_rows": Count, "training_tokens": Count})
 
 
-class Scores(TypedDict, total=False):
-    """How good a model is; None where nobody judged, or the data name no facts."""
-
-    similarity_score: Score | None
-    similarity_score_tuned: Score | None
-    similarity_score_minilm: Score | None
-    shuffled_score: Score | None
-    shuffled_score_minilm: Score | None
-    facts_said_share: Score | None
-    commonest_facts_said_share: Score | None
-    swapped_facts_said_share: Score | None
-    facts_said_share_by_kind: dict[Text, Score | None]
-    questions: Count
-    rows: Count
-    accuracy: Score
-    accuracy_interval: Interval
-    macro_f1: Score
-    macro_f1_interval: Interval
-    labels: list[Text]
-    confusion: list[list[Count]]
-    rouge1: Score
-    rouge2: Score
-    rougeL: Score
-    rougeLsum: Score
-    exact_share: Score
-    preference_accuracy: Score | None
-    chosen_reward: Score | None
-    reward_margin: Score | None
-    invented_dates_share: Score | None
-    undated_share: Score | None
-    words: Score | None
+Scores = TypedDict(
+    "Scores",
+    {
+        **dict.fromkeys(
+            ("similarity_score", "similarity_score_tuned", "similarity_score_minilm", "shuffled_score",
+             "shuffled_score_minilm", "facts_said_share", "commonest_facts_said_share", "swapped_facts_said_share",
+             "preference_accuracy", "chosen_reward", "reward_margin", "invented_dates_share", "undated_share", "words"),
+            Score | None,
+        ),
+        "facts_said_share_by_kind": dict[Text, Score | None],
+        **dict.fromkeys(("accuracy", "macro_f1", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_share"), Score),
+        **dict.fromkeys(("accuracy_interval", "macro_f1_interval"), Interval),
+        **dict.fromkeys(("questions", "rows"), Count),
+        "labels": list[Text],
+        "confusion": list[list[Count]],
+    },
+    total=False,
+)  # fmt: skip
+"""How good a model is; None where nobody judged, or the data name no facts."""
 
 
 class Quality(TypedDict):
@@ -172,27 +142,22 @@ class Quantization(TypedDict):
 
 
 Stage = TypedDict("Stage", {"idle_share": Figure})
-StepsOfSchedules = TypedDict("StepsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), Positive))
-ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(("naive", "gpipe", "1f1b"), list[Figure]))
-
-
-class Pipeline(TypedDict):
-    """The schedules of a pipeline, timed in turn."""
-
-    stages: Some
-    micro_batches: Some
-    step_s: StepsOfSchedules
-    idle_share: ListsOfSchedules
-    peak_activations_mib: ListsOfSchedules
-    ideal_speedup: Figure
-    machine_ceiling: Figure
-    allowed_speedup: Figure
-    small_micro_batches_factor: Figure
-    unequal_stages_factor: Figure
-    sending_and_waiting_factor: Figure
-    naive_factor: Figure
-    speedup: Figure
-    share_of_allowed: Figure
+SCHEDULES = ("naive", "gpipe", "1f1b")
+ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(SCHEDULES, list[Figure]))
+Pipeline = TypedDict(
+    "Pipeline",
+    {
+        **dict.fromkeys(("stages", "micro_batches"), Some),
+        "step_s": TypedDict("StepsOfSchedules", dict.fromkeys(SCHEDULES, Positive)),
+        **dict.fromkeys(("idle_share", "peak_activations_mib"), ListsOfSchedules),
+        **dict.fromkeys(
+            ("ideal_speedup", "machine_ceiling", "allowed_speedup", "small_micro_batches_factor",
+             "unequal_stages_factor", "sending_and_waiting_factor", "naive_factor", "speedup", "share_of_allowed"),
+            Figure,
+        ),
+    },
+)  # fmt: skip
+"""The schedules of a pipeline, timed in turn."""
 
 
 Cost = TypedDict("Cost", {"usd": Amount})
@@ -210,7 +175,7 @@ class Fields(TypedDict):
     launcher: Text
     command: Text
     started_at: Text
-    config: Settings
+    config: dict[Text, Text | bool | int | float]
     environment: Environment
     phases_s: dict[Text, Amount]
     model_commit: NotRequired[Text | None]
@@ -280,7 +245,10 @@ def wrong_in(record: object) -> str:
         place = ".".join(map(str, first["loc"])) or "it"
         if first["type"] == "missing":
             return f"{place} is missing" + _more(others)
-        return f"{place} is {repr(first['input'])[:60]} ({first['msg'].removeprefix('Value error, ')})" + _more(others)
+        return (
+            f"{place} is {begin_of(repr(first['input']), 60)} ({first['msg'].removeprefix('Value error, ')})"
+            + _more(others)
+        )
     try:
         if is_registered(record):
             idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})

@@ -12,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, begin_of, reading
 from common.base.inert import one_line
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.base.settings import command_with_new_names, with_new_names
 from common.hardware import devices
 
 SCHEMA_VERSION = 2
@@ -148,12 +147,12 @@ def load_record(path: Path) -> Record:
     record = _parsed(path)
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
-        raise BadInputError(f"{path} has schema version {found!r:.60}, but this code reads {SCHEMA_VERSION}: {AGAIN}")
-    config, command = record.get("config"), record.get("command")
-    record |= {"config": with_new_names(config)} if isinstance(config, dict) else {}
+        raise BadInputError(
+            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
+        )
     if wrong := wrong_in(record):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
-    return {**record, "command": command_with_new_names(command)}
+    return record
 
 
 def _parsed(path: Path) -> object:
@@ -206,8 +205,17 @@ def kept_files(folders: str = KEPT) -> list[Path]:
 
 
 def kept_records(folders: str = KEPT) -> list[Record]:
-    """Return every record that was kept in `folders`, a pattern, in the order of folders and names."""
-    return [record for _, record in records_in(kept_files(folders))]
+    """Return every record that was kept in `folders`, a pattern, in the order of folders and names.
+
+    They are read again only when a file has changed, as plans are made by the hundred: change none of them.
+    """
+    files = kept_files(folders)
+    return list(_whole_records(tuple(files), tuple(file.lstat().st_mtime_ns for file in files)))
+
+
+@cache
+def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> list[Record]:
+    return [record for _, record in records_in(files)]
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:

@@ -3,14 +3,13 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
-import pandas as pd
-
 from common.base.paths import REPOSITORY
 from common.records.store import Record
+from common.reporting.columns import Column, Table
 from common.reporting.rows import NOT_RUN, Row
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
@@ -33,120 +32,53 @@ def read_entries() -> list[Entry]:
     return json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
 
 
-def planner_errors(_: list[Record]) -> pd.DataFrame:
-    """Return how far the planner and fitcheck-llm are off, a line for each of the two and what it is compared with.
-
-    `Allowed` has the bars of mean and worst error.
-    """
-    rows: defaultdict[tuple[str, str], Row] = defaultdict(dict)
+def _planner_errors(_: list[Record]) -> list[Row]:
+    """Return what the planner and fitcheck-llm are compared with, each with the entries of mean and worst error."""
+    rows: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in read_entries():
         if found := ERROR.fullmatch(entry["name"]):
-            row, figures = rows[found["with"], found["by"]], _figures(entry)
-            row |= {"Compared with": found["with"], "Planned by": found["by"]}
-            row.setdefault("Points", found["points"] or "")
-            row["Mean, worst error"] = _joined(row.get("Mean, worst error"), figures["Measured"])
-            row["Allowed"] = _joined(row.get("Allowed"), figures["Bar"].removeprefix("≤ "))
-            row["Holds"] = _both(row.get("Holds"), figures["Holds"])
-    return pd.DataFrame(rows.values())
+            rows[found["with"], found["by"]].append({**entry, **found.groupdict()})
+    return [{**entries[0], "entries": entries} for entries in rows.values()]
 
 
-def planner_others(_: list[Record]) -> pd.DataFrame:
-    """Return the planner's other figures, in short."""
-    return pd.DataFrame(
-        {"What": _said(entry["name"].removeprefix("planner, ")), **_figures(entry)}
+def _other_planner_entries(_: list[Record]) -> list[Entry]:
+    return [
+        {**entry, "what": _said(entry["name"].removeprefix("planner, "))}
         for entry in read_entries()
         if entry["name"].startswith("planner, ") and not ERROR.fullmatch(entry["name"])
-    )
+    ]
 
 
-def bars(_: list[Record]) -> pd.DataFrame:
-    """Return the entries that have a bar, in short; `Part` is the part of the benchmark that measures them."""
-    return pd.DataFrame(
-        {"Part": part.capitalize(), "What": rest.lstrip(", "), **_figures(entry)}
-        for entry in read_entries()
-        if entry["bar"] is not None
-        for part, rest in [re.match(r"(\w*)(.*)", _said(entry["name"])).groups()]
-    )
+def _with_bars(_: list[Record]) -> Iterator[Entry]:
+    """Yield the entries that have a bar, with the part of the benchmark that measures them."""
+    for entry in read_entries():
+        if entry["bar"] is not None:
+            part, rest = re.match(r"(\w*)(.*)", _said(entry["name"])).groups()
+            yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
 
 
-def every_entry(_: list[Record]) -> pd.DataFrame:
-    """Return all entries in short, by the command that measures them; `Part` is what their names share."""
+def _by_command(_: list[Record]) -> list[Entry]:
+    """Return all entries by the command that measures them, with what their names share as their part."""
     by_command: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in read_entries():
         by_command[ONE_TOOL.sub("", entry["command"])].append(entry)
-    rows = []
-    for command, entries in by_command.items():
-        prefix = _prefix(entry["name"] for entry in entries)
-        rows += [
-            {
-                "Part": prefix.rstrip(",: "),
-                "Command": f"`{command}`",
-                "What": _said(entry["name"].removeprefix(prefix)),
-                **_figures(entry),
-            }
-            for entry in entries
-        ]
-    return pd.DataFrame(rows)
+    prefixes = {command: _prefix(entry["name"] for entry in entries) for command, entries in by_command.items()}
+    return [
+        {
+            **entry,
+            "part": prefixes[command].rstrip(",: "),
+            "command": command,
+            "what": _said(entry["name"].removeprefix(prefixes[command])),
+        }
+        for command, entries in by_command.items()
+        for entry in entries
+    ]
 
 
-def worst_points(_: list[Record]) -> pd.DataFrame:
+def _worst_points(_: list[Record]) -> list[Row]:
     """Return at which point each worst error of the planner was found: planned of found memory."""
     names = (entry["name"] for entry in read_entries() if entry["name"].startswith("planner, "))
-    found = filter(None, map(WORST.fullmatch, names))
-    return pd.DataFrame(
-        {"What": each["what"].partition(", ")[2].removesuffix(": worst error"), "Point": each["point"]}
-        for each in found
-    )
-
-
-def _joined(*figures: str | None) -> str:
-    """Return figures side by side, without those that are none; `not run` once."""
-    known = [figure for figure in figures if figure]
-    return NOT_RUN if set(known) == {NOT_RUN} else ", ".join(known)
-
-
-def _both(one: str | None, other: str) -> str:
-    """Return the verdict on two bars; empty: there are none."""
-    return next((verdict for verdict in (FAILS, NOT_RUN, "yes") if verdict in (one, other)), "")
-
-
-def _said(name: str) -> str:
-    """Return a name that fits a table, without the point of a worst error."""
-    worst = WORST.fullmatch(name)
-    return SOONER.sub(r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(f" {NOT_RUN}")
-
-
-def _figures(entry: Entry) -> Row:
-    """Return value, bar and verdict in short: shares in per cent, runs as whole numbers."""
-    is_share, bar = entry["unit"] == "share", entry["bar"]
-    return {
-        "Measured": _not_measured(entry) or _short(entry["value"], entry["unit"]),
-        "Bar": "" if bar is None else f"{SIGNS[entry['bar_is']]} " + (f"{100 * bar:g}%" if is_share else f"{bar:g}"),
-        "Holds": _holds(entry),
-    }
-
-
-def _short(value: float, unit: str) -> str:
-    if unit == "share":
-        return f"{value:.1%}"
-    return f"{value:g} {unit}" if unit == "runs" else _with_unit(value, unit)
-
-
-def _not_measured(entry: Entry) -> str:
-    """Return why there is no value; empty = there is one."""
-    if entry["value"] is not None:
-        return ""
-    return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3f} {unit}"
-
-
-def _holds(entry: Entry) -> str:
-    if _not_measured(entry) == NOT_RUN:
-        return NOT_RUN
-    return {True: "yes", False: FAILS, None: ""}[entry["holds"]]
+    return [found.groupdict() for found in map(WORST.fullmatch, names) if found]
 
 
 def _prefix(names: Iterable[str]) -> str:
@@ -155,3 +87,75 @@ def _prefix(names: Iterable[str]) -> str:
     shared = "".join(letters[0] for letters in equal)
     end = max(shared.rfind(", "), shared.rfind(": "))
     return shared[: end + 2] if end >= 0 else ""
+
+
+def _said(name: str) -> str:
+    """Return a name that fits a table, without the point of a worst error."""
+    worst = WORST.fullmatch(name)
+    return SOONER.sub(r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(f" {NOT_RUN}")
+
+
+# -- columns
+
+
+def _measured(entry: Entry) -> str:
+    """Return a value in short: shares in per cent, runs as whole numbers; why there is none."""
+    value, unit = entry["value"], entry["unit"]
+    if value is None:
+        return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "runs":
+        return f"{value:g} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3f} {unit}"
+
+
+def _bar(entry: Entry) -> str:
+    if entry["bar"] is None:
+        return ""
+    shown = f"{100 * entry['bar']:g}%" if entry["unit"] == "share" else f"{entry['bar']:g}"
+    return f"{SIGNS[entry['bar_is']]} {shown}"
+
+
+def _holds(entry: Entry) -> str:
+    return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: FAILS, None: ""}[entry["holds"]]
+
+
+def _together(row: Row, shown: Callable[[Entry], str]) -> str:
+    """Return what is shown of a row's entries side by side; `not run` once."""
+    known = list(filter(None, map(shown, row["entries"])))
+    return NOT_RUN if set(known) == {NOT_RUN} else ", ".join(known)
+
+
+def _all_hold(row: Row) -> str:
+    """Return the verdict on all bars; empty: there are none."""
+    verdicts = [_holds(entry) for entry in row["entries"]]
+    return next((verdict for verdict in (FAILS, NOT_RUN, "yes") if verdict in verdicts), "")
+
+
+FIGURES = (Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
+PART, WHAT, COMMAND = Column("Part", "part"), Column("What", "what"), Column("Command", "command", "`{}`")
+TABLES = {
+    "bench": Table(_with_bars, (PART, WHAT, *FIGURES), shared=("Part",)),
+    "bench-all": Table(_by_command, (PART, COMMAND, WHAT, *FIGURES), shared=("Part", "Command")),
+    "bench-worst": Table(
+        _worst_points,
+        (
+            Column("What", lambda row: row["what"].partition(", ")[2].removesuffix(": worst error")),
+            Column("Point", "point"),
+        ),
+        line="- {What}: {Point}",
+    ),
+    "planner-errors": Table(
+        _planner_errors,
+        (
+            Column("Compared with", "with"),
+            Column("Planned by", "by"),
+            Column("Points", "points", none=""),
+            Column("Mean, worst error", lambda row: _together(row, _measured)),
+            Column("Allowed", lambda row: _together(row, _bar).replace("≤ ", "")),
+            Column("Holds", _all_hold),
+        ),
+    ),
+    "planner-others": Table(_other_planner_entries, (WHAT, *FIGURES)),
+}

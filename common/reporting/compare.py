@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -18,17 +18,16 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
+from common.reporting import columns as col
+from common.reporting.columns import NO_BASELINE, OFF, Column
 from common.reporting.rows import (
-    NO_BASELINE,
-    OFF,
     Metric,
+    Row,
     called,
     clock,
     first_device,
     metrics_of,
-    model_of,
     result_files,
-    results_folders,
     step_s,
     task_of,
 )
@@ -44,19 +43,62 @@ TITLES = {
     "memory": "Memory of the fullest device",
 }
 
+# -- what is compared
+
+
+def _most(run: Record, name: str) -> float | None:
+    return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
+
+
+def _questions(run: Record) -> int | None:
+    after = run["quality"]["after"]
+    return after.get("questions", after.get("rows"))
+
+
+QUALITY = (
+    Column("best validation accuracy (higher is better)", "best_accuracy", "{:.4f}"),
+    col.LOSS.titled("lowest validation loss (lower is better)"),
+)
+TIME = (
+    Column("status", "status"),
+    col.STEPS.titled("optimizer steps"),
+    Column("rows per step", "effective_batch_size"),
+    col.WHOLE_TIME.titled("training time"),
+    col.REPORTING.titled("of that, validation and checkpoints"),
+    Column("step (s)", step_s, "{:.3f}"),
+    col.TOKENS_PER_S.titled("tokens per second"),
+    Column("whole run", lambda run: sum(run["phases_s"].values()), clock),
+    Column("bill (USD)", "cost.usd", "{:.2f}"),
+)
+MEMORY = (
+    Column("training's peak, planned (GiB)", partial(_most, name="planned_gib"), "{:.2f}"),
+    Column("training's peak, measured (GiB)", partial(_most, name="peak_training_gib"), "{:.2f}"),
+    Column(
+        "whole run's peak (GiB)",
+        lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"),
+        "{:.2f}",
+    ),
+    Column("trained parameters", "trained_parameters", "{:,}"),
+)
+WHAT_COMPARES = (
+    Column("task", task_of),
+    Column("data", "config.data"),
+    Column("number of test questions", _questions),
+    col.MODEL.titled("model"),
+    Column("machine", first_device),
+    Column("threads of a device", "environment.threads_per_rank"),
+    col.SEED.titled("seed"),
+)
+"""Where runs differ in one of these, quality or time cannot be put down to the settings."""
+
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: a value for each run (None: it has none), and how one is shown."""
+    """A line of a table: a value for each run (None: it has none), and the cells as they are printed."""
 
     name: str
     values: list[Any]
-    shown: Callable[[Any], str] = str
-
-    @property
-    def cells(self) -> list[str]:
-        """The line as it is printed."""
-        return [self.name, *("-" if value is None else self.shown(value) for value in self.values)]
+    cells: list[str]
 
     @property
     def differs(self) -> bool:
@@ -71,90 +113,41 @@ class Comparison:
     runs: list[Record]
     labels: list[str]
 
-    def line(self, name: str, value_of: Callable[[Record], Any], shown: Callable[[Any], str] = str) -> Line:
-        """Return the line with a value of each run; None of a run that did not get so far."""
-        return Line(name, [_if_there(value_of, run) for run in self.runs], shown)
-
-    def settings(self) -> list[Line]:
-        """Return the settings in which the runs differ that they mean something for."""
-        meant = [settings_of(run) for run in self.runs]
-        lines = [Line(name, [each[name] for each in meant]) for name in meant[0]]
-        packages = {name for run in self.runs for name in run["environment"]["packages"]}
-        return [
-            line
-            for line in (
-                self.line("run folder", lambda run: run["run_folder"]),
-                self.line("started by", lambda run: run["launcher"]),
-                *lines,
-                self.line("code (commit)", lambda run: run["environment"]["commit"][:8]),
-                *(
-                    self.line(name, lambda run, name=name: run["environment"]["packages"].get(name))
-                    for name in sorted(packages)
-                ),
-            )
-            if line.differs
-        ]
-
-    def quality(self) -> list[Line]:
-        """Return each metric, before and after, and the lowest validation loss; those that no run has are left out."""
-        lines = [
-            self.line(
-                f"{metric.label} ({metric.direction} is better)",
-                partial(_before_and_after, metric=metric),
-                partial(_arrow, metric),
-            )
-            for metric in dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
-        ]
-        lines += [
-            self.line("best validation accuracy (higher is better)", lambda run: run["best_accuracy"], "{:.4f}".format),
-            self.line(
-                "lowest validation loss (lower is better)", lambda run: run["best_validation_loss"], "{:.4f}".format
-            ),
-        ]
-        return _with_values(lines)
-
-    def time(self) -> list[Line]:
-        """Return the steps, and what they took."""
-        lines = [
-            self.line("status", lambda run: run["status"]),
-            self.line("optimizer steps", lambda run: run["steps"]),
-            self.line("rows per step", lambda run: run["effective_batch_size"]),
-            self.line("training time", lambda run: run["train_time_s"], clock),
-            self.line("of that, validation and checkpoints", lambda run: run["reporting_s"], clock),
-            self.line("step (s)", step_s, "{:.3f}".format),
-            self.line("tokens per second", lambda run: run["tokens_per_s"], "{:,.0f}".format),
-            self.line("whole run", lambda run: sum(run["phases_s"].values()), clock),
-            self.line("bill (USD)", lambda run: run["cost"]["usd"], "{:.2f}".format),
-        ]
-        return _with_values([line for line in lines if line.name != "status" or set(line.values) != {"completed"}])
-
-    def memory(self) -> list[Line]:
-        """Return each run's fullest device, in GiB: training's peak as planned and as measured, and the whole run's."""
-        return _with_values([
-            self.line("training's peak, planned (GiB)", lambda run: _most(run, "planned_gib"), "{:.2f}".format),
-            self.line("training's peak, measured (GiB)", lambda run: _most(run, "peak_training_gib"), "{:.2f}".format),
-            self.line("whole run's peak (GiB)",
-                      lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"), "{:.2f}".format),
-            self.line("trained parameters", lambda run: run["trained_parameters"], "{:,}".format),
-        ])  # fmt: skip
-
     def parts(self) -> dict[str, list[Line]]:
-        """Return the lines of each part, in the order in which they are shown."""
-        return {"settings": self.settings(), "quality": self.quality(), "time": self.time(), "memory": self.memory()}
+        """Return the lines of each part: the settings that differ, quality, time and memory."""
+        metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
+        packages = {name for run in self.runs for name in run["environment"]["packages"]}
+        settings = [
+            Column("run folder", "run_folder"),
+            Column("started by", "launcher"),
+            *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
+            Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
+            *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
+        ]
+        with_settings = [{**run, "meant": settings_of(run)} for run in self.runs]
+        return {
+            "settings": [line for line in lines_of(settings, with_settings) if line.differs],
+            "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], self.runs),
+            "time": [line for line in lines_of(TIME, self.runs) if set(line.values) != {"completed"}],
+            "memory": lines_of(MEMORY, self.runs),
+        }
 
     def warning(self) -> str:
         """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
-        lines = (
-            self.line("task", task_of),
-            self.line("data", lambda run: run["config"]["data"]),
-            self.line("number of test questions", lambda run: _questions(run)),
-            self.line("model", model_of),
-            self.line("machine", first_device),
-            self.line("threads of a device", lambda run: run["environment"]["threads_per_rank"]),
-            self.line("seed", lambda run: run["config"]["seed"]),
-        )
+        lines = lines_of(WHAT_COMPARES, self.runs)
         other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
         return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+
+
+def lines_of(columns: Iterable[Column], runs: Sequence[Row]) -> list[Line]:
+    """Return a line with the runs' values for each column; those that no run has are left out."""
+    lines = []
+    for column in columns:
+        values = [column.value_in(run) for run in runs]
+        if any(value not in (None, [None, None]) for value in values):
+            cells = ["-" if value is None else column.written(value) for value in values]
+            lines.append(Line(column.title, values, [column.title, *cells]))
+    return lines
 
 
 def settings_of(run: Record) -> dict[str, Any]:
@@ -167,35 +160,21 @@ def settings_of(run: Record) -> dict[str, Any]:
     return {name: None if name in idle else value for name, value in config.items()}
 
 
-def _if_there(value_of: Callable[[Record], Any], run: Record) -> Any:
-    try:
-        return value_of(run)
-    except (KeyError, TypeError, IndexError):  # a run that failed, another task, or an older record
-        return None
+def _before_and_after(metric: Metric) -> Column:
+    """Return the column of a metric before and after training.
 
+    It is written `0.91 -> 0.35`; `off -> off` of a judge that was off, and `- -> 0.35` of a run without a baseline.
+    """
 
-def _with_values(lines: Iterable[Line]) -> list[Line]:
-    return [line for line in lines if any(value not in (None, [None, None]) for value in line.values)]
+    def value(run: Record) -> list[float | None]:
+        before = run["quality"].get("before")
+        return [before[metric.name] if before else None, run["quality"]["after"][metric.name]]
 
+    def written(values: list[float | None]) -> str:
+        none = OFF if values[-1] is None else NO_BASELINE
+        return " -> ".join(none if value is None else metric.shown.format(value) for value in values)
 
-def _before_and_after(run: Record, metric: Metric) -> list[float | None]:
-    before = run["quality"].get("before")
-    return [before[metric.name] if before else None, run["quality"]["after"][metric.name]]
-
-
-def _arrow(metric: Metric, values: list[float | None]) -> str:
-    """Return `0.91 -> 0.35`; `off -> off` of a judge that was off, and `- -> 0.35` of a run without a baseline."""
-    none = OFF if values[-1] is None else NO_BASELINE
-    return " -> ".join(none if value is None else metric.shown.format(value) for value in values)
-
-
-def _most(run: Record, name: str) -> float | None:
-    return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
-
-
-def _questions(run: Record) -> int | None:
-    after = run["quality"]["after"]
-    return after.get("questions", after.get("rows"))
+    return Column(f"{metric.label} ({metric.direction} is better)", value, written)
 
 
 # -- which runs
@@ -236,7 +215,7 @@ def _known_records(results_root: Path | None) -> dict[Path, Record]:
 
     Runs of the run folders, or those that `--results_root` was passed to.
     """
-    folders = [results_root.expanduser() / "results"] if results_root else results_folders()
+    folders = [results_root.expanduser() / "results"] if results_root else []
     here = dict(records_in(result_files(*folders)))
     names = {(run["run_folder"], run["run_name"]) for run in here.values()}
     return here | {
@@ -282,7 +261,7 @@ def json_of(comparison: Comparison, picture: Path) -> str:
             "warning": comparison.warning(),
             "runs": comparison.labels,
             **{part: {line.name: line.values for line in found} for part, found in comparison.parts().items()},
-            "curves": {name: comparison.line(name, lambda run, name=name: run[name]).values for name in curves},
+            "curves": {name: [run.get(name) for run in comparison.runs] for name in curves},
             "picture": str(picture),
         },
         indent=2,

@@ -4,182 +4,142 @@
 disk, time and rent of each run folder as the planner has them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from statistics import fmean
-from typing import Any
-
-import pandas as pd
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TASKS
+from common.base.specs import TASKS
 from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
-from common.reporting.full import recipes
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, mean_time_s
+from common.reporting.full import PROJECTED_LENGTH, recipes
 from common.reporting.rows import (
     FULL,
     FULL_DDP,
+    FULL_FSDP,
     FULL_MP,
     FULL_PP,
-    GIB_PER_DEVICE,
+    FULL_ZERO3,
     LORA,
     LORA_DDP,
     NOT_RUN,
-    PROJECTED_LENGTH,
     QLORA,
     QLORA_DDP,
     STRONG,
     Kind,
     Row,
     baseline_of,
-    by_setting,
-    clock,
-    clock_seconds,
     completed,
-    data_parallel_ranks,
     is_comparable,
     kind_name,
     kind_of,
-    over_seeds,
-    published_results,
-    score,
-    short_devices_of,
+    published,
+    with_seeds,
 )
 
-SPEEDUP, IN_TRAINING, BASE_WEIGHTS, HELD = "Speed-up", "In training", "Weights", "Held by each"
-COMPARED: dict[str, tuple[tuple[Kind, ...], str]] = {
+# -- what was found
+
+
+def _peak_in_training_gib(row: Row) -> float:
+    """Return the fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
+    return max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"])
+
+
+def _base_weights_mib(row: Row) -> float:
+    """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
+    if "quantization" in row:
+        return 1024 * row["quantization"]["weights_gib"]
+    same_base = [run for run in row["records"] if run["config"]["model"] == row["config"]["model"]]
+    stored = [run["quantization"] for run in same_base if "quantization" in run]
+    return 1024 * stored[0]["unquantized_gib"]
+
+
+def _held_mib(row: Row) -> float:
+    """Return what a rank holds of weights, gradients and optimizer states; one device all that sharded runs divide."""
+    same = [
+        run
+        for run in row["records"]
+        if "held" in run and run["config"]["model"] == row["config"]["model"] and run["technique"] == row["technique"]
+    ]
+    ranks = row["held"]["per_rank"] if "held" in row else [same[0]["held"]["whole"]]
+    return max(sum(held.values()) for held in ranks) / MIB
+
+
+def _memory(title: str, value_of: Callable[[Row], float], form: str) -> Column:
+    """Return a column of memory; published runs have their card's there."""
+    return Column(title, lambda row: f"{row['vram_gb']} GB card" if "vram_gb" in row else form.format(value_of(row)))
+
+
+SPEEDUP = Column("Speed-up", lambda row: mean_time_s(row["baseline"]) / mean_time_s(row), "{:.2f}x")
+IN_TRAINING = _memory("In training", _peak_in_training_gib, "{:.3f} GiB")
+BASE_WEIGHTS = _memory("Weights", _base_weights_mib, "{:.1f} MiB")
+HELD = _memory("Held by each", _held_mib, "{:.1f} MiB")
+COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
     "2.3": ((FULL, LORA, QLORA, QLORA_DDP), BASE_WEIGHTS),
     "2.4": ((FULL,), IN_TRAINING),
     "2.5": ((FULL, FULL_MP), IN_TRAINING),
-    "2.6": ((FULL, FULL_DDP, ("full", "fsdp"), ("full", "zero1"), ("full", "zero2"), ("full", "zero3")), HELD),
+    "2.6": ((FULL, FULL_DDP, FULL_FSDP, ("full", "zero1"), ("full", "zero2"), FULL_ZERO3), HELD),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
+WHAT = (
+    Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
+    col.SHORT_FIGURES,
+    col.SHORT_DEVICES,
+    col.BATCH,
+    Column("Score", col.SCORE.value, col.SCORE.format, over_seeds=True),
+    col.MEAN_TIME.titled("Time"),
+)
 
 
-def found(records: list[Record], number: str) -> pd.DataFrame:
-    """Return the narrow table of a chat technique: published results, then ours, of each way the usual setting."""
+def _found(records: list[Record], number: str) -> list[Row]:
+    """Return what others published, then of each way here the usual setting."""
     kinds, gain = COMPARED[number]
-    published = published_results(*kinds)
-    first = _usual_runs(recipes(records, kinds[0]), number)
-    rows_per_step = first[0][STRONG] if first and gain != SPEEDUP else None
-    usual = [runs for kind in kinds if (runs := _usual_runs(recipes(records, kind), number, rows_per_step))]
+    first = _usual_run(recipes(records, kinds[0]), number)
+    rows_per_step = first[STRONG] if first and gain != SPEEDUP else None
+    usual = [_usual_run(recipes(records, kind), number, rows_per_step) for kind in kinds]
+    usual = [row for row in usual if row]
     if usual and gain == SPEEDUP:  # beside the same batch on one device
         usual[0] = _one_device_as(usual[-1], records)
-        gains = [_speedup(runs, usual[0]) for runs in usual if runs]
-    else:
-        gains = [MEMORY[gain](runs[0], records) for runs in usual]
-    measured = [_measured(runs) for runs in usual if runs]
-    return pd.DataFrame(
-        [*(_published(each, published[0], gain) for each in published)]
-        + [{**row, gain: text} for row, text in zip(measured, gains, strict=True)]
-    )
+    measured = [{**row, "baseline": usual[0], "records": records} for row in usual if row]
+    return [*published(*kinds), *measured]
 
 
-def _one_device_as(runs: list[Record], records: list[Record]) -> list[Record]:
+def _one_device_as(row: Row, records: list[Record]) -> Row | None:
     """Return the runs on one device with the same batch, over their seeds; none where nobody has run it."""
-    baseline = baseline_of(runs[0], records, STRONG)
+    baseline = baseline_of(row, records, STRONG)
     if baseline is None:
-        return []
-    return next(group for group in by_setting(completed(records, kind_of(baseline))) if baseline in group)
+        return None
+    return next(each for each in with_seeds(completed(records, kind_of(baseline))) if baseline in each["seeds"])
 
 
-def _usual_runs(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> list[Record]:
-    """Return the runs of the setting with the most seeds, of the technique's own folder where that has some.
+def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> Row | None:
+    """Return the setting with the most seeds, of the technique's own folder where that has some; None: there is no run.
 
     Those with so many `rows_per_step` come first.
     """
     by_command = [run for run in runs if run["command"] != "the notebook"]
     own = [run for run in by_command if run["run_folder"].startswith(number)]
-    settings = by_setting(own or by_command)
-    return max(settings, key=lambda group: (group[0][STRONG] == rows_per_step, len(group)), default=[])
+    settings = with_seeds(own or by_command)
+    return max(settings, key=lambda row: (row[STRONG] == rows_per_step, len(row["seeds"])), default=None)
 
 
-def _measured(runs: list[Record]) -> Row:
-    first = runs[0]
-    return {
-        "Approach": _short_name(first),
-        "Figures": "measured",
-        "Devices": short_devices_of(first),
-        "Batch size": f"{first['config']['per_device_train_batch_size']} x{data_parallel_ranks(first)}",
-        "Score": over_seeds([run["quality"]["after"]["similarity_score"] for run in runs], "{:.3f}"),
-        "Time": clock(_mean_time_s(runs)),
-    }
+# -- what run folders need
 
 
-def _short_name(run: Mapping[str, Any]) -> str:
-    """Return what was done, in few words: `Full with FSDP`."""
-    return kind_name(*kind_of(run)).replace(" fine-tuning with", " with")
-
-
-def _speedup(runs: list[Record], baseline: list[Record]) -> str:
-    return f"{_mean_time_s(baseline) / _mean_time_s(runs):.2f}x" if baseline else NOT_RUN
-
-
-def _mean_time_s(runs: list[Record]) -> float:
-    return fmean(run["train_time_s"] for run in runs)
-
-
-def _in_training(record: Record, _: list[Record]) -> str:
-    """Return the fullest device's peak in training: of tensors on a CPU, of what is allocated on a GPU."""
-    peaks = [entry.get("peak_gib_by_phase", {}).get("training") for entry in record["memory"]]
-    return f"{max(peaks):.3f} GiB" if peaks and all(peaks) else NOT_RUN
-
-
-def _base_weights(record: Record, records: list[Record]) -> str:
-    """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
-    of_base = [run for run in records if "quantization" in run and run["config"]["model"] == record["config"]["model"]]
-    if not of_base:
-        return NOT_RUN
-    stored = record.get("quantization")
-    return f"{1024 * (stored['weights_gib'] if stored else of_base[0]['quantization']['unquantized_gib']):.1f} MiB"
-
-
-def _held(record: Record, records: list[Record]) -> str:
-    """Return what a rank holds of weights, gradients and optimizer states; one device all that sharded runs divide."""
-    config = record["config"]
-    same = [run for run in records if "held" in run and run["config"]["model"] == config["model"]]
-    same = [run for run in same if run["technique"] == record["technique"]]
-    if not same:
-        return NOT_RUN
-    held = max(record["held"]["per_rank"], key=_held_bytes) if "held" in record else same[0]["held"]["whole"]
-    return f"{_held_bytes(held) / MIB:.1f} MiB"
-
-
-def _held_bytes(held: Mapping[str, int]) -> int:
-    return sum(held.values())
-
-
-MEMORY = {IN_TRAINING: _in_training, BASE_WEIGHTS: _base_weights, HELD: _held}
-"""By column: what it says of a run; published runs have the card's memory there."""
-
-
-def _published(result: dict[str, object], baseline: dict[str, object], gain: str) -> Row:
-    ranks = result["devices"] if PARALLELISMS[result["parallel"]].splits_rows else 1
-    times = clock_seconds(baseline["train_time"]) / clock_seconds(result["train_time"])
-    return {
-        "Approach": _short_name(result),
-        "Figures": "published",
-        "Devices": f"{result['gpu']} x{result['devices']}",
-        "Batch size": f"{result['batch_size']} x{ranks}",
-        "Score": score(result["similarity_score"]),
-        "Time": clock(clock_seconds(result["train_time"])),
-        gain: f"{times:.2f}x" if gain == SPEEDUP else f"{result['vram_gb']} GB card",
-    }
-
-
-def needs(records: list[Record], number: str) -> pd.DataFrame:
+def _needs(records: list[Record], number: str) -> list[Row]:
     """Return what each run folder of a technique needs: projected for GPUs, measured on a CPU."""
     own = {folder: run for folder, run in run_folders().items() if folder.parent.name.startswith(number)}
-    return pd.DataFrame([_needs(folder, run, records) for folder, run in own.items()])
+    return [_need(folder, run, records) for folder, run in own.items()]
 
 
-def _needs(folder: Path, run: RunConfig, records: list[Record]) -> Row:
+def _need(folder: Path, run: RunConfig, records: list[Record]) -> Row:
     from common.checks.inputs import disk_need  # here, as it imports torch, which other tables do not need
 
     disk_gib = disk_need(run).total_bytes / GIB
@@ -192,27 +152,26 @@ def _needs(folder: Path, run: RunConfig, records: list[Record]) -> Row:
     }
 
 
-OWN = ("model", "weights", "link")
-"""Settings that a kept run has as its folder has them; other runs there are trials."""
-
-
 def _needed_before(run: RunConfig, records: list[Record]) -> Row:
-    """Return the memory of the process and the minutes of the usual kept run."""
-    own = [record for record in records if is_comparable(record) and record["run_folder"] == run.run_folder]
-    runs = _usual_runs([record for record in own if _is_as_usual(record, run)], "")
-    if not runs:
-        return dict.fromkeys(("Figures", GIB_PER_DEVICE, "Minutes"), NOT_RUN)
+    """Return the memory of the process and the minutes of the usual kept run; other runs in the folder are trials."""
+    chosen = ("model", "weights", "link")  # as a kept run has them if its folder does; older records lack some
+    usual = _usual_run(
+        (
+            record
+            for record in records
+            if is_comparable(record) and record["run_folder"] == run.run_folder
+            if all(record["config"].get(name, getattr(run, name)) == getattr(run, name) for name in chosen)
+        ),
+        "",
+    )
+    if usual is None:
+        return dict.fromkeys(("Figures", "GiB per device", "Minutes", "USD"), NOT_RUN)
     return {
         "Figures": "measured",
-        GIB_PER_DEVICE: f"{max(entry['peak_rss_gib'] for entry in runs[0]['memory']):.1f}",
-        "Minutes": f"{sum(runs[0]['phases_s'].values()) / 60:.1f}",
+        "GiB per device": f"{max(entry['peak_rss_gib'] for entry in usual['memory']):.1f}",
+        "Minutes": f"{sum(usual['phases_s'].values()) / 60:.1f}",
         "USD": "-",
     }
-
-
-def _is_as_usual(record: Record, run: RunConfig) -> bool:
-    """Return whether a record has the settings of `OWN` as the folder has them; older records lack some."""
-    return all(record["config"].get(name, getattr(run, name)) == getattr(run, name) for name in OWN)
 
 
 def _needed_by_plan(run: RunConfig) -> Row:
@@ -222,7 +181,7 @@ def _needed_by_plan(run: RunConfig) -> Row:
     usd, phase = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase
     return {
         "Figures": "projected",
-        GIB_PER_DEVICE: " to ".join(dict.fromkeys(f"{gib:.0f}" for gib in (phase.peak_gib, phase.safe_gib))),
+        "GiB per device": " to ".join(dict.fromkeys(f"{gib:.0f}" for gib in (phase.peak_gib, phase.safe_gib))),
         "Minutes": f"{plan.epoch_s(DEFAULT_ROWS_PER_EPOCH) / 60:.0f}",
         "USD": "-" if usd is None else f"{usd:.2f}",
     }
@@ -230,8 +189,10 @@ def _needed_by_plan(run: RunConfig) -> Row:
 
 OWN_FOLDERS = [task.number for task in TASKS.values() if task.number]
 """Numbers of the folders of tasks that are not done in those of the techniques."""
-TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
-    **{f"found {number}": partial(found, number=number) for number in COMPARED},
-    **{f"needs {number}": partial(needs, number=number) for number in (*COMPARED, *OWN_FOLDERS)},
+TABLES = {
+    **{
+        f"found {number}": Table(partial(_found, number=number), (*WHAT, gain))
+        for number, (_, gain) in COMPARED.items()
+    },
+    **{f"needs {number}": Table(partial(_needs, number=number)) for number in (*COMPARED, *OWN_FOLDERS)},
 }
-"""By the names of their markers."""

@@ -2,66 +2,82 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any
-
-import pandas as pd
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import PARALLELISMS
-from common.hardware.devices import GIB, MIB
+from common.hardware.devices import GIB, MIB, find_gpu
 from common.planning.job import BatchShape
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, Plan, plan_run
 from common.planning.shares import trained_parameters
 from common.records.store import Record
+from common.reporting import columns as col
+from common.reporting.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
+from common.reporting.columns import Column, Table
 from common.reporting.rows import (
-    FACTORS,
     FULL,
     FULL_DDP,
     FULL_MP,
     FULL_PP,
     LORA,
     LORA_PP,
-    MEMORY,
-    NOT_RUN,
     PROJECTED,
-    PROJECTED_LENGTH,
     SCHEDULES,
-    STEPS,
     STRONG,
     WEAK,
-    WHAT,
-    WHERE,
     Kind,
     Row,
     approach,
-    as_table,
     beside_one_device,
     clock,
     completed,
     copies_of,
-    devices_of,
-    fits,
-    kind_name,
     kind_of,
-    measured_quality,
-    measured_speed,
     model_of,
-    percent,
-    projected_plan,
-    published_results,
-    quality_table,
-    speed_table,
-    speedup_table,
+    not_run,
+    published,
     step_s,
-    table_of,
+    waiting,
 )
 
+PROJECTED_LENGTH = 1024
+"""Tokens of a row in projections for GPU folders."""
 SMALL_LEARNING_RATE = 1e-5
 """At which pure bf16 is compared with other precisions: that of the GPU folders."""
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
+
+
+# -- columns
+
+
+def _without(columns: tuple[Column, ...], *left_out: Column) -> tuple[Column, ...]:
+    return tuple(column for column in columns if column not in left_out)
+
+
+FULL_QUALITY = _without(QUALITY, col.LEARNING_RATE, col.SHUFFLED_MINILM, col.SHUFFLED)
+SHARDED_QUALITY = _without(QUALITY, col.SCORE_TUNED, col.SHUFFLED_MINILM, col.SHUFFLED)
+AGAINST_ONE_DEVICE = col.SPEEDUP.titled("Against one device")
+A_STEP = Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row)))
+SIZE = (
+    Column("Model", lambda row: f"{model_of(row)}, {row['trained_parameters'] / 1e6:.1f}M trained"),
+    Column("Rows per step", "config.per_device_train_batch_size"),
+)
+
+
+def _of_whole(row: Row, key: str) -> str:
+    """Return what the fullest rank holds of a part, beside what one device would."""
+    return f"{row['fullest'][key] / MIB:.2f} of {row['held']['whole'][key] / MIB:.2f}"
+
+
+def _by_collective(sizes: dict[str, int]) -> str:
+    in_mib = {name.strip("_"): size / MIB for name, size in sizes.items()}
+    return ", ".join(f"{name} {mib:.2f}" for name, mib in in_mib.items() if mib >= 0.005)
+
+
+# -- rows
 
 
 def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
@@ -73,130 +89,72 @@ def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
     ]
 
 
-def full_quality(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...]) -> pd.DataFrame:
-    """Return the table of 2.4, 2.5 and 2.7: quality beside another kind's."""
-    table = quality_table(recipes(records), shown, beside)
-    return table.drop(columns=["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"])
+def projected_plan(run: RunConfig) -> Plan:
+    """Return the plan of a GPU folder's run, with rows of `PROJECTED_LENGTH` tokens."""
+    return plan_run(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
 
 
-def full_speed(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.4: time and memory beside LoRA's."""
-    return speed_table(recipes(records), (FULL,), (LORA,))
+def fits(needed_gib: float, gpu: str) -> str:
+    """Return whether a GPU of the catalogue has so much memory."""
+    return "yes" if needed_gib <= find_gpu(gpu).memory_gib else "no"
 
 
-def full_precision(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.4: how many weights a step really changes, by precision and learning rate."""
+def _precisions(records: list[Record]) -> list[Record]:
     usual = {"seed": RunConfig.seed, "per_device_train_batch_size": RunConfig.per_device_train_batch_size}
-    return pd.DataFrame(
-        {
-            "Precision": record["config"]["precision"],
-            "Learning rate": f"{record['config']['learning_rate']:g}",
-            "Batch size": str(record["config"]["per_device_train_batch_size"]),
-            "Steps": str(record["steps"]),
-            "Weights that a step changes": percent(record["updated_share"]),
-            "Validation loss": f"{record['best_validation_loss']:.4f}",
-            "Facts said": percent(record["quality"]["after"]["facts_said_share"]),
-            "Training time": clock(record["train_time_s"]),
-            "Figures": "measured",
-            "Command": measured_speed(record)["Command"],
-        }
+    return [
+        record
         for record in completed(records, FULL)
         if record.get("updated_share") is not None and usual.items() <= record["config"].items()
-    )
+    ]
 
 
-@as_table
-def full_memory(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.4: the memory of each precision on the GPU folders' model, part by part; projected.
-
-    With checkpointing and AdamW's states as wide as the weights, so that precisions compare.
-    """
+def _projected_precisions(_: list[Record]) -> Iterator[Row]:
+    """Yield each precision on the GPU folders' model, with checkpointing and AdamW's states as wide as the weights."""
     folder = literal_of(REPOSITORY / "2.4_full_finetuning/run_2_h200_141g_x1")
     run = replace(folder, optim=RunConfig.optim, gradient_checkpointing=True)
     trained = {"all-linear": "linear layers", "all": "every weight"}
     for (target_modules, what), precision in product(trained.items(), ("bf16", "bf16-mixed", "fp32")):
         plan = projected_plan(replace(run, precision=precision, target_modules=target_modules))
-        parts = plan.devices[0].parts_gib
         gradients_gib = trained_parameters(plan.architecture, plan.job) * plan.job.trained_bytes / GIB
-        yield {
-            "Trained": what,
-            "Precision": precision,
-            "Weights (GiB)": f"{parts['weights']:.1f}",
-            "Gradients, all together (GiB)": f"{gradients_gib:.1f}",
-            "Optimizer (GiB)": f"{parts['optimizer']:.1f}",
-            "Activations, logits (GiB)": f"{parts['activations'] + parts['logits']:.1f}",
-            "Peak (GiB)": f"{plan.devices[0].peak_gib:.1f}",
-            "Fits an A100 80GB": fits(plan.devices[0].safe_gib, "A100 80GB SXM"),
-            "Fits an H200 141GB": fits(plan.devices[0].safe_gib, "H200 141GB"),
-            "Figures": PROJECTED,
-        }
+        yield {"trained": what, "precision": precision, "gradients_gib": gradients_gib, "device": plan.devices[0]}
 
 
-# -- model parallel
-
-
-def mp_speed(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.5: hardware, time, and what each GPU must have, beside one device."""
-    pairs = beside_one_device(recipes(records, FULL_MP), records, WEAK)
-    columns = (*WHAT, *STEPS, *WHERE, *FACTORS, "VRAM requirement per GPU", "Command")
-    return speedup_table(records, pairs, WEAK, columns, waiting=(FULL_MP,), published=(FULL, FULL_MP))
-
-
-def mp_maps(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.5: Accelerate's map, an even split and the balanced one on the GPU folders; projected."""
-    from common.models.placement import placement_table  # here: it imports torch
-
-    tables = {
-        folder: placement_table(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
-        for folder, run in _gpu_folders(FULL_MP)
-    }
-    table = pd.concat(tables, names=["Run"]).reset_index(level="Run")
-    return table.drop(columns="Highest (GiB)").assign(Figures=PROJECTED)
-
-
-def _gpu_folders(*kinds: Kind) -> list[tuple[str, RunConfig]]:
+def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
+    """Return the run folders for GPUs of these kinds: the name, the row, and the run."""
     return [
-        (f"`{folder.name}`", run)
+        (f"`{folder.name}`", not_run(folder, run), run)
         for folder, run in run_folders().items()
         if run.device == "cuda" and not run.goal.has_own_tables and (run.technique, run.parallel) in kinds
     ]
 
 
-@as_table
-def mp_price(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.5.
+def _maps(_: list[Record]) -> Iterator[Row]:
+    """Yield Accelerate's map, an even split and the balanced one on the GPU folders."""
+    from common.models.placement import placement_table  # here: it imports torch
 
-    A smaller batch means more steps for the same rows: measured on one CPU device, projected on GPUs.
-    """
+    for name, _, run in _gpu_folders(FULL_MP):
+        batch = BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH)
+        table = placement_table(run, batch).drop(columns="Highest (GiB)")
+        yield from ({"Run": name, **row, "Figures": PROJECTED} for row in table.to_dict("records"))
+
+
+def _batch_sizes(records: list[Record]) -> Iterator[Row]:
+    """Yield what a smaller batch takes, which means more steps: measured on one CPU device, projected on GPUs."""
     runs = [record for record in recipes(records, FULL) if record["config"]["seed"] == RunConfig.seed]
     for record in sorted(runs, key=lambda record: -record["config"]["per_device_train_batch_size"]):
         epochs = record["config"]["num_train_epochs"]
-        yield {
-            "Approach": approach(record),
-            "Devices": devices_of(record),
-            "Batch size": str(record["config"]["per_device_train_batch_size"]),
-            "Rows": f"{epochs} x {record['world'][0]['samples'] // epochs:,}",
-            "Steps": f"{record['steps']:,}",
-            "A step": f"{step_s(record) * 1e3:.0f} ms",
-            "Training without validation": clock(record["train_time_s"] - record["reporting_s"]),
-            "Figures": "measured",
-        }
-    for folder, run in _gpu_folders(FULL, FULL_MP, FULL_PP):
-        step_time_s = projected_plan(run).time.total_s
+        yield {**record, "name": approach(record), "rows": f"{epochs} x {record['world'][0]['samples'] // epochs:,}"}
+    for folder, row, run in _gpu_folders(FULL, FULL_MP, FULL_PP):
         steps = -(-DEFAULT_ROWS_PER_EPOCH // run.per_device_train_batch_size)
         yield {
-            "Approach": f"{kind_name(run.technique, run.parallel)}, {folder}",
-            "Devices": f"{run.gpu} x{run.devices}",
-            "Batch size": str(run.per_device_train_batch_size),
-            "Rows": f"1 x {DEFAULT_ROWS_PER_EPOCH:,} of {PROJECTED_LENGTH:,} tokens",
-            "Steps": f"{steps:,}",
-            "A step": f"{step_time_s:.2f} s",
-            "Training without validation": clock(steps * step_time_s),
-            "Figures": PROJECTED,
+            **row,
+            "figures": PROJECTED,
+            "name": f"{approach(row)}, {folder}",
+            "rows": f"1 x {DEFAULT_ROWS_PER_EPOCH:,} of {PROJECTED_LENGTH:,} tokens",
+            "steps": steps,
+            "train_time_s": steps * projected_plan(run).time.total_s,
+            "reporting_s": 0,
         }
-
-
-# -- sharding
 
 
 def _sharding_kinds(*techniques: str) -> list[Kind]:
@@ -209,28 +167,22 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
     return [record for record in runs if record["run_folder"].startswith(SHARDING_FOLDER)]
 
 
-def sharding_quality(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.6: quality beside one device."""
-    runs = _sharded_runs(records)
+def _sharded_beside_one_device(records: list[Record]) -> list[Row]:
     baselines = [
         record for record in recipes(records, FULL) if record["config"]["per_device_train_batch_size"] in (16, 32)
     ]
-    table = table_of(runs, _sharding_kinds("full"), [measured_quality(record) for record in (*baselines, *runs)])
-    return table.drop(columns=["Shuffled, by MiniLM", "Answers shuffled", "By the tuned model"], errors="ignore")
+    return [*baselines, *_sharded_runs(records), *waiting(records, *_sharding_kinds("full"))]
 
 
-def sharding_speed(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.6: time and memory at the same global batch and learning rate, beside one device."""
+def _sharded_speed(records: list[Record]) -> list[Row]:
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    compared = ("Against one device", "Machine's ceiling", "Validation loss")
-    pairs = beside_one_device(runs, records, STRONG)
-    return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *WHERE, *MEMORY))
+    return beside_one_device(runs, records, STRONG)
 
 
 def _looked_into(records: list[Record], key: str) -> list[Record]:
     """Return one run of each kind and model that has `key`: what is held and sent does not depend on the rest."""
     kinds = [FULL_DDP, *_sharding_kinds("full", "lora")]
-    seen: dict[tuple[str, ...], Record] = {}
+    seen: dict[tuple[object, ...], Record] = {}
     for record in completed(records, *kinds):
         if record.get(key):
             targets = record["config"]["target_modules"]
@@ -238,53 +190,14 @@ def _looked_into(records: list[Record], key: str) -> list[Record]:
     return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 
-@as_table
-def sharding_held(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.6.
-
-    Bytes that each rank holds between two passes, counted in the runs, beside what one device would.
-    """
-    for record in _looked_into(records, "held"):
-        ranks, whole = record["held"]["per_rank"], record["held"]["whole"]
-        fullest = max(ranks, key=lambda rank: sum(rank.values()))
-        yield {
-            "Approach": kind_name(*kind_of(record)),
-            "Model": model_of(record),
-            "Ranks": str(len(ranks)),
-            **{
-                f"{part.capitalize()} (MiB)": f"{fullest[f'{part}_bytes'] / MIB:.2f} of "
-                f"{whole[f'{part}_bytes'] / MIB:.2f}"
-                for part in ("weights", "gradients", "optimizer")
-            },
-            "All together": f"{sum(fullest.values()) / sum(whole.values()):.2f} of one device's",
-            "Figures": "measured",
-        }
+def _held(records: list[Record]) -> list[Row]:
+    """Return runs in which the bytes were counted that each rank holds between two passes, with the "fullest" rank."""
+    runs = _looked_into(records, "held")
+    return [{**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))} for run in runs]
 
 
-@as_table
-def sharding_traffic(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.6: bytes that a rank sends in a step, counted call by call, beside the formula."""
-    for record in _looked_into(records, "sent"):
-        counted, formula = record["sent"]["bytes"], (record["planned"] or {}).get("sent_bytes")
-        yield {
-            "Approach": kind_name(*kind_of(record)),
-            "Model": model_of(record),
-            "Ranks": str(len(record["world"])),
-            "Sent per rank and step (MiB), counted": f"{counted / MIB:.3f}",
-            "By the formula": f"{formula / MIB:.3f}" if formula else NOT_RUN,
-            "Difference": f"{counted / formula - 1:+.1%}" if formula else NOT_RUN,
-            "Whole tensors, by collective (MiB)": ", ".join(
-                f"{name.strip('_')} {size / MIB:.2f}"
-                for name, size in record["sent"]["by_collective"].items()
-                if size / MIB >= 0.005
-            ),
-            "Figures": "measured",
-        }
-
-
-@as_table
-def sharding_memory(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.6: the GPU folders' model on the same GPUs with each parallelism; projected."""
+def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:
+    """Yield the GPU folders' model on the same GPUs with each parallelism."""
     runs = [literal_of(REPOSITORY / SHARDING_FOLDER / name) for name in ("run_1_a100_80g_x2", "run_2_a6000_48g_x4")]
     shown = [PARALLELISMS[name] for name in runs[0].goal.parallelisms if not PARALLELISMS[name].is_single]
     for run, shared in product(runs, shown):
@@ -296,101 +209,220 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
             "micro_batches": 2 * run.devices if shared.pipelines else 1,
         }
         plan = projected_plan(run.changed_to(run_folder="", **settings))
-        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
         yield {
-            "GPUs": f"{run.gpu} x{run.devices}",
-            "Approach": kind_name("full", shared.name),
-            "Precision": plan.job.precision,
-            "Rows per step": str(rows_per_step),
-            "Weights (GiB)": f"{memory.parts_gib['weights']:.1f}",
-            "Optimizer (GiB)": f"{memory.parts_gib['optimizer']:.1f}",
-            "Peak per GPU (GiB)": f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f}",
-            "Fits": plan.verdict,
-            "A step": f"{plan.time.total_s:.1f} s",
-            "Sent per rank and step (GB)": f"{plan.time.sent_gb:.1f}",
-            "Figures": PROJECTED,
+            "technique": "full",
+            "parallel": shared.name,
+            "gpus": f"{run.gpu} x{run.devices}",
+            "rows_per_step": rows_per_step,
+            "plan": plan,
+            "device": plan.devices[plan.tightest],
+            "gpu": plan.cluster.gpus[plan.tightest],
         }
 
 
-# -- pipeline
-
-
-def pp_speed(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.7: time, idle share and memory of training, beside one device at the same global batch."""
-    pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG)
-    columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *WHERE, *MEMORY)
-    return speedup_table(records, pairs, STRONG, columns, waiting=(FULL_PP,))
-
-
-def _measured_pipelines(records: list[Record]) -> list[tuple[Record, dict[str, Any]]]:
+def _pipelines(records: list[Record]) -> list[Record]:
     runs = completed(records, FULL_PP, LORA_PP)
-    return [(run, run["pipeline"]) for run in runs if run["config"]["seed"] == RunConfig.seed and run.get("pipeline")]
+    return [run for run in runs if run["config"]["seed"] == RunConfig.seed and run.get("pipeline")]
 
 
-def _size(record: Record) -> Row:
-    return {
-        "Model": f"{model_of(record)}, {record['trained_parameters'] / 1e6:.1f}M trained",
-        "Rows per step": str(record["config"]["per_device_train_batch_size"]),
-    }
-
-
-@as_table
-def pp_schedules(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.7.
-
-    Naive model parallel, GPipe and 1F1B on the same batches, measured in the runs themselves.
-    """
-    for (record, pipeline), (name, words) in product(_measured_pipelines(records), SCHEDULES.items()):
-        stages, step_time_s = pipeline["stages"], pipeline["step_s"]
-        parts = 1 if name == "naive" else pipeline["micro_batches"]
+def _schedules(records: list[Record]) -> Iterator[Row]:
+    """Yield naive model parallel, GPipe and 1F1B on the same batches, measured in the runs themselves."""
+    for record, schedule in product(_pipelines(records), SCHEDULES):
+        pipeline = record["pipeline"]
+        parts, stages = 1 if schedule == "naive" else pipeline["micro_batches"], pipeline["stages"]
         yield {
-            **_size(record),
-            "Schedule": words,
-            "Micro-batches": str(parts),
-            "A step": f"{step_time_s[name] * 1e3:,.0f} ms",
-            "Against naive MP": f"{step_time_s['naive'] / step_time_s[name]:.2f}x",
-            "The formula's": f"{stages * parts / (parts + stages - 1):.2f}x",
-            "Idle share per stage": " / ".join(f"{share:.0%}" for share in pipeline["idle_share"][name]),
-            "The formula's idle share": f"{(stages - 1) / (parts + stages - 1):.0%}",
-            "Activations at once per stage (MiB)": " / ".join(
-                f"{mib:.1f}" for mib in pipeline["peak_activations_mib"][name]
+            **record,
+            "schedule": schedule,
+            "parts": parts,
+            "passes": parts + stages - 1,  # in the time of one micro-batch on one stage
+            "in_schedule": {name: values[schedule] for name, values in pipeline.items() if isinstance(values, dict)},
+        }
+
+
+TABLES = {
+    # 2.4
+    "full-quality": Table(
+        lambda records: recipes(records, LORA, FULL), FULL_QUALITY, waiting=(FULL,), published=(LORA, FULL)
+    ),
+    "full-speed": Table(lambda records: recipes(records, LORA, FULL), SPEED, waiting=(FULL,), published=(LORA, FULL)),
+    # how many weights a step really changes, by precision and learning rate
+    "full-precision": Table(
+        _precisions,
+        (
+            Column("Precision", "config.precision"),
+            Column("Learning rate", "config.learning_rate", "{:g}"),
+            Column("Batch size", "config.per_device_train_batch_size"),
+            col.STEPS,
+            col.UPDATED_SHARE,
+            col.LOSS,
+            col.FACTS,
+            col.WHOLE_TIME,
+            col.FIGURES,
+            col.COMMAND,
+        ),
+    ),
+    "full-memory": Table(
+        _projected_precisions,
+        (
+            Column("Trained", "trained"),
+            Column("Precision", "precision"),
+            Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
+            Column("Gradients, all together (GiB)", "gradients_gib", "{:.1f}"),
+            Column("Optimizer (GiB)", "device.parts_gib.optimizer", "{:.1f}"),
+            Column(
+                "Activations, logits (GiB)",
+                lambda row: row["device"].parts_gib["activations"] + row["device"].parts_gib["logits"],
+                "{:.1f}",
             ),
-            "Figures": "measured",
-        }
-
-
-def pp_losses(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.7: from the formula's speed-up to the one that was reached: where the rest goes."""
-    return pd.DataFrame(
-        {
-            "Run": approach(record),
-            **_size(record),
-            "The formula's speed-up": f"{pipeline['ideal_speedup']:.2f}x",
-            "Machine's ceiling": f"{pipeline['machine_ceiling']:.2f}x",
-            "Allowed": f"{pipeline['allowed_speedup']:.2f}x",
-            "Lost to small micro-batches": f"{pipeline['small_micro_batches_factor']:.2f}",
-            "Lost to unequal stages": f"{pipeline['unequal_stages_factor']:.2f}",
-            "Lost to sending and waiting": f"{pipeline['sending_and_waiting_factor']:.2f}",
-            "Naive step over its passes": f"{pipeline['naive_factor']:.2f}",
-            "Reached by 1F1B": f"{pipeline['speedup']:.2f}x",
-            "Share of allowed": f"{pipeline['share_of_allowed']:.2f}",
-        }
-        for record, pipeline in _measured_pipelines(records)
-    )
-
-
-def pp_published(_: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.7: a published naive split by layers against one device, on RoBERTa-large."""
-    return pd.DataFrame(
-        {
-            "Approach": kind_name(*kind_of(result)),
-            "GPUs": f"{result['gpu']} x{result['devices']}",
-            "Epochs": str(result["epochs"]),
-            "Accuracy": f"{result['accuracy']:.2%}",
-            "Memory per GPU": " / ".join(f"{gb} GB" for gb in result["memory_gb"]),
-            "Training time": result["train_time"],
-            "Figures": f"published: {result['source']}",
-        }
-        for result in published_results(metric="accuracy")
-        if not PARALLELISMS[result["parallel"]].replicates
-    )
+            Column("Peak (GiB)", "device.peak_gib", "{:.1f}"),
+            Column("Fits an A100 80GB", lambda row: fits(row["device"].safe_gib, "A100 80GB SXM")),
+            Column("Fits an H200 141GB", lambda row: fits(row["device"].safe_gib, "H200 141GB")),
+            col.IS_PROJECTED,
+        ),
+    ),
+    # 2.5
+    "mp-quality": Table(
+        lambda records: recipes(records, FULL, FULL_MP), FULL_QUALITY, waiting=(FULL_MP,), published=(FULL, FULL_MP)
+    ),
+    "mp-speed": Table(
+        lambda records: beside_one_device(recipes(records, FULL_MP), records, WEAK),
+        (*WHAT, *TIMES, *WHERE, col.CUDA, col.VRAM, col.MEMORY_NEEDED, col.COMMAND),
+        waiting=(FULL_MP,),
+        published=(FULL, FULL_MP),
+    ),
+    "mp-maps": Table(_maps),
+    "mp-price": Table(
+        _batch_sizes,
+        (
+            Column("Approach", "name"),
+            col.DEVICES,
+            Column("Batch size", "config.per_device_train_batch_size"),
+            Column("Rows", "rows"),
+            Column("Steps", "steps", "{:,}"),
+            A_STEP,
+            Column("Training without validation", lambda row: row["train_time_s"] - row["reporting_s"], clock),
+            col.FIGURES,
+        ),
+    ),
+    # 2.6
+    "sharding-quality": Table(_sharded_beside_one_device, SHARDED_QUALITY),
+    "sharding-speed": Table(
+        _sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, col.CEILING, col.LOSS, *WHERE, *MEMORY)
+    ),
+    "sharding-held": Table(
+        _held,
+        (
+            col.KIND,
+            col.MODEL,
+            Column("Ranks", lambda row: len(row["held"]["per_rank"])),
+            Column("Weights (MiB)", partial(_of_whole, key="weights_bytes")),
+            Column("Gradients (MiB)", partial(_of_whole, key="gradients_bytes")),
+            Column("Optimizer (MiB)", partial(_of_whole, key="optimizer_bytes")),
+            Column(
+                "All together",
+                lambda row: sum(row["fullest"].values()) / sum(row["held"]["whole"].values()),
+                "{:.2f} of one device's",
+            ),
+            col.FIGURES,
+        ),
+    ),
+    # bytes that a rank sends in a step, counted call by call, beside the formula
+    "sharding-traffic": Table(
+        lambda records: _looked_into(records, "sent"),
+        (
+            col.KIND,
+            col.MODEL,
+            Column("Ranks", lambda row: len(row["world"])),
+            Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
+            Column("By the formula", lambda row: row["planned"]["sent_bytes"] / MIB, "{:.3f}"),
+            Column("Difference", lambda row: row["sent"]["bytes"] / row["planned"]["sent_bytes"] - 1, "{:+.1%}"),
+            Column("Whole tensors, by collective (MiB)", "sent.by_collective", _by_collective),
+            col.FIGURES,
+        ),
+    ),
+    "sharding-memory": Table(
+        _parallelisms_on_gpus,
+        (
+            Column("GPUs", "gpus"),
+            col.KIND,
+            Column("Precision", "plan.job.precision"),
+            Column("Rows per step", "rows_per_step"),
+            Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
+            Column("Optimizer (GiB)", "device.parts_gib.optimizer", "{:.1f}"),
+            Column("Peak per GPU (GiB)", lambda row: f"{row['device'].peak_gib:.1f} of {row['gpu'].memory_gib:.1f}"),
+            Column("Fits", "plan.verdict"),
+            Column("A step", "plan.time.total_s", "{:.1f} s"),
+            Column("Sent per rank and step (GB)", "plan.time.sent_gb", "{:.1f}"),
+            col.IS_PROJECTED,
+        ),
+    ),
+    # 2.7
+    "pp-quality": Table(
+        lambda records: recipes(records, FULL, FULL_PP, LORA_PP),
+        FULL_QUALITY,
+        waiting=(FULL_PP, LORA_PP),
+        published=(FULL, FULL_PP, LORA_PP),
+    ),
+    "pp-speed": Table(
+        lambda records: beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG),
+        (*WHAT, *TIMES, col.MICRO_BATCHES, AGAINST_ONE_DEVICE, col.IDLE, *WHERE, *MEMORY),
+        waiting=(FULL_PP,),
+    ),
+    "pp-schedules": Table(
+        _schedules,
+        (
+            *SIZE,
+            Column("Schedule", "schedule", SCHEDULES.get),
+            Column("Micro-batches", "parts"),
+            Column("A step", lambda row: row["in_schedule"]["step_s"] * 1e3, "{:,.0f} ms"),
+            Column(
+                "Against naive MP",
+                lambda row: row["pipeline"]["step_s"]["naive"] / row["in_schedule"]["step_s"],
+                "{:.2f}x",
+            ),
+            Column("The formula's", lambda row: row["pipeline"]["stages"] * row["parts"] / row["passes"], "{:.2f}x"),
+            Column(
+                "Idle share per stage",
+                "in_schedule.idle_share",
+                lambda shares: " / ".join(f"{share:.0%}" for share in shares),
+            ),
+            Column("The formula's idle share", lambda row: (row["pipeline"]["stages"] - 1) / row["passes"], "{:.0%}"),
+            Column(
+                "Activations at once per stage (MiB)",
+                "in_schedule.peak_activations_mib",
+                lambda stages: " / ".join(f"{mib:.1f}" for mib in stages),
+            ),
+            col.FIGURES,
+        ),
+    ),
+    # from the formula's speed-up to the one that was reached: where the rest goes
+    "pp-losses": Table(
+        _pipelines,
+        (
+            Column("Run", approach),
+            *SIZE,
+            Column("The formula's speed-up", "pipeline.ideal_speedup", "{:.2f}x"),
+            Column("Machine's ceiling", "pipeline.machine_ceiling", "{:.2f}x"),
+            Column("Allowed", "pipeline.allowed_speedup", "{:.2f}x"),
+            Column("Lost to small micro-batches", "pipeline.small_micro_batches_factor", "{:.2f}"),
+            Column("Lost to unequal stages", "pipeline.unequal_stages_factor", "{:.2f}"),
+            Column("Lost to sending and waiting", "pipeline.sending_and_waiting_factor", "{:.2f}"),
+            Column("Naive step over its passes", "pipeline.naive_factor", "{:.2f}"),
+            Column("Reached by 1F1B", "pipeline.speedup", "{:.2f}x"),
+            Column("Share of allowed", "pipeline.share_of_allowed", "{:.2f}"),
+        ),
+    ),
+    # a published naive split by layers against one device, on RoBERTa-large
+    "pp-published": Table(
+        lambda _: [row for row in published(metric="accuracy") if not PARALLELISMS[row["parallel"]].replicates],
+        (
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.EPOCHS,
+            Column("Accuracy", "best_accuracy", "{:.2%}"),
+            Column("Memory per GPU", "memory_gb", lambda sizes: " / ".join(f"{gb} GB" for gb in sizes)),
+            Column("Training time", "train_time"),
+            col.FIGURES,
+        ),
+    ),
+}

@@ -1,15 +1,15 @@
 """How near the plans of kept runs came to the memory that was measured in each phase."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
-import pandas as pd
-
 from common.planning.phases import PHASES
 from common.records.store import Record
+from common.reporting.columns import Table
+from common.reporting.rows import NOT_RUN, Row
 
-ALL = "all phases"
 PHASE_BARS = (0.03, 0.1)
 """Largest mean and largest single error of all phases of all kept runs."""
 
@@ -40,32 +40,21 @@ def compared_by_phase(records: list[Record]) -> dict[str, list[Compared]]:
     return dict(found)
 
 
-def memory_by_phase(records: list[Record]) -> pd.DataFrame:
-    """Return a line for each phase, and one for all: how many were compared, and by how much plans were off.
-
-    The last line has the bars.
-    """
+def _lines(records: list[Record]) -> Iterator[Row]:
+    """Yield how many were compared, and by how much plans were off: for each phase, for all, and the bars."""
     by_phase = compared_by_phase(records)
     every = [each for compared in by_phase.values() for each in compared]
-    mean, worst = PHASE_BARS
-    bars = {
-        "Phase": "bar",
-        "Compared": "",
-        "Mean error": f"≤ {mean:.0%}",
-        "Worst error": f"≤ {worst:.0%}",
-        "Worst in": "",
-    }
-    return pd.DataFrame([*(_line(phase, compared) for phase, compared in {**by_phase, ALL: every}.items()), bars])
+    for phase, compared in {**by_phase, "all phases": every}.items():
+        worst = max(compared, key=lambda each: abs(each.error), default=None)
+        yield {
+            "Phase": phase,
+            "Compared": len(compared),
+            "Mean error": f"{fmean(abs(each.error) for each in compared):.1%}" if worst else NOT_RUN,
+            "Worst error": f"{worst.error:+.1%}" if worst else NOT_RUN,
+            "Worst in": worst.run if worst else "",
+        }
+    mean, most = (f"≤ {bar:.0%}" for bar in PHASE_BARS)
+    yield {"Phase": "bar", "Compared": "", "Mean error": mean, "Worst error": most, "Worst in": ""}
 
 
-def _line(phase: str, compared: list[Compared]) -> dict[str, object]:
-    if not compared:
-        return {"Phase": phase, "Compared": 0, "Mean error": "not run", "Worst error": "not run", "Worst in": ""}
-    worst = max(compared, key=lambda each: abs(each.error))
-    return {
-        "Phase": phase,
-        "Compared": len(compared),
-        "Mean error": f"{fmean(abs(each.error) for each in compared):.1%}",
-        "Worst error": f"{worst.error:+.1%}",
-        "Worst in": worst.run,
-    }
+TABLES = {"memory-by-phase": Table(_lines)}

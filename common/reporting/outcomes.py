@@ -2,6 +2,8 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +11,8 @@ import pandas as pd
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.rows import NOT_RUN
+from common.reporting.columns import Column, Table
+from common.reporting.rows import NOT_RUN, Row
 
 Outcome = dict[str, object]
 EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
@@ -72,125 +75,29 @@ FAULTS = {
     46: "control tokens in a text",
     47: "a base whose answers end with another token than its tokenizer's",
 }
-FAULT_FIGURES = {
-    "Noticed": ("noticed_s", "{:.1f}"),
-    "Ended": ("ended_s", "{:.1f}"),
-    "Steps": ("lost_steps", "{}"),
-    "Min": ("lost_minutes", "{:.2f}"),
-    "Save": ("held_up_s", "{:.2f}"),
-}
-"""Of the table's columns: where a row has the figure, and how it is written."""
 ELSEWHERE = (
-    {
-        "fault": 3,
-        "technique": "all",
-        "outcome": "the previous checkpoint is used: a checkpoint gets its name when it is complete",
-        "test": "tests/unit/test_training.py",
-    },
-    {
-        "fault": 11,
-        "technique": "single",
-        "outcome": "not noticed, as no other process watches; SIGCONT resumes",
-        "test": "common/runtime/watch.py",
-    },
-    {
-        "fault": 13,
-        "technique": "machines",
-        "outcome": "on one machine torchrun needs none, and others choose one; on several it waits for the listener",
-        "test": "docs/several_machines.md",
-    },
-    {
-        "fault": 14,
-        "technique": "machines",
-        "outcome": "ends in time, with the address",
-        "test": "tests/network/test_machines.py",
-    },
-    {
-        "fault": 26,
-        "technique": "mp, pp",
-        "outcome": "refused before anything is loaded",
-        "test": "tests/unit/test_device_maps.py",
-    },
-    {
-        "fault": 27,
-        "technique": "all",
-        "outcome": "refused at once, with the command that fetches it",
-        "test": "tests/unit/test_models.py",
-    },
-    {
-        "fault": 36,
-        "technique": "all",
-        "outcome": "refused; nothing is moved or removed",
-        "test": "tests/unit/test_files_of_others.py",
-    },
-    {
-        "fault": 37,
-        "technique": "all",
-        "outcome": "nothing listens to them",
-        "test": "tests/unit/test_torchrun.py",
-    },
-    {
-        "fault": 38,
-        "technique": "all",
-        "outcome": "a sentence and a record; it resumes",
-        "test": "tests/faults/test_processes.py",
-    },
-    {
-        "fault": 39,
-        "technique": "all",
-        "outcome": "refused before anything starts",
-        "test": "tests/unit/test_torchrun.py",
-    },
-    {
-        "fault": 40,
-        "technique": "all",
-        "outcome": "refused before a model loads",
-        "test": "tests/unit/test_bad_settings.py",
-    },
-    {
-        "fault": 41,
-        "technique": "all",
-        "outcome": "refused in one sentence, or trained",
-        "test": "tests/faults/test_fuzzed.py",
-    },
-    {
-        "fault": 42,
-        "technique": "all",
-        "outcome": "read, or refused with what to do",
-        "test": "tests/unit/test_files_of_users.py",
-    },
-    {
-        "fault": 43,
-        "technique": "all",
-        "outcome": "refused within its first part",
-        "test": "tests/unit/test_files_of_users.py",
-    },
-    {
-        "fault": 44,
-        "technique": "all",
-        "outcome": "named and left out",
-        "test": "tests/unit/test_records.py",
-    },
-    {
-        "fault": 45,
-        "technique": "all",
-        "outcome": "shown as text",
-        "test": "tests/unit/test_inert.py",
-    },
-    {
-        "fault": 46,
-        "technique": "all",
-        "outcome": "learnt as text, or refused, and counted",
-        "test": "tests/unit/test_learnt_as_meant.py",
-    },
-    {
-        "fault": 47,
-        "technique": "all",
-        "outcome": "learnt from the chat template",
-        "test": "tests/unit/test_answer_ends.py",
-    },
-)
-"""Faults whose tests measure no time."""
+    (3, "all", "the previous checkpoint is used: a checkpoint gets its name when it is complete",
+     "tests/unit/test_training.py"),
+    (11, "single", "not noticed, as no other process watches; SIGCONT resumes", "common/runtime/watch.py"),
+    (13, "machines", "on one machine torchrun needs none, and others choose one; on several it waits for the listener",
+     "docs/several_machines.md"),
+    (14, "machines", "ends in time, with the address", "tests/network/test_machines.py"),
+    (26, "mp, pp", "refused before anything is loaded", "tests/unit/test_device_maps.py"),
+    (27, "all", "refused at once, with the command that fetches it", "tests/unit/test_models.py"),
+    (36, "all", "refused; nothing is moved or removed", "tests/unit/test_files_of_others.py"),
+    (37, "all", "nothing listens to them", "tests/unit/test_torchrun.py"),
+    (38, "all", "a sentence and a record; it resumes", "tests/faults/test_processes.py"),
+    (39, "all", "refused before anything starts", "tests/unit/test_torchrun.py"),
+    (40, "all", "refused before a model loads", "tests/unit/test_bad_settings.py"),
+    (41, "all", "refused in one sentence, or trained", "tests/faults/test_fuzzed.py"),
+    (42, "all", "read, or refused with what to do", "tests/unit/test_files_of_users.py"),
+    (43, "all", "refused within its first part", "tests/unit/test_files_of_users.py"),
+    (44, "all", "named and left out", "tests/unit/test_records.py"),
+    (45, "all", "shown as text", "tests/unit/test_inert.py"),
+    (46, "all", "learnt as text, or refused, and counted", "tests/unit/test_learnt_as_meant.py"),
+    (47, "all", "learnt from the chat template", "tests/unit/test_answer_ends.py"),
+)  # fmt: skip
+"""Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
@@ -198,118 +105,120 @@ def read_outcomes(path: Path) -> list[Outcome]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def equivalence(_: list[Record]) -> pd.DataFrame:
-    """Return one line per task and strategy; a cell has the largest differences of losses and of weights."""
+# -- rows
+
+
+def _equivalence(_: list[Record]) -> list[Row]:
+    """Return each task and strategy; a cell has the largest differences of losses and of weights."""
     columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
     cases = pd.DataFrame(read_outcomes(EQUIVALENCE), columns=columns)
-    return pd.DataFrame(
+    return [
         {
             "Task": task,
             "Strategy": strategy,
-            **{each.short[0].upper() + each.short[1:]: _cell(rows[rows["technique"] == each.name])
+            **{each.short[0].upper() + each.short[1:]: _largest(rows[rows["technique"] == each.name])
                for each in TECHNIQUES.values()},
         }
         for (task, strategy), rows in cases.groupby(["task", "strategy"], sort=False)
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
-def _cell(cases: pd.DataFrame) -> str:
+def _largest(cases: pd.DataFrame) -> str:
     found = cases[["loss_difference", "weight_difference"]].dropna()
     if found.empty:
         return "" if cases.empty else NOT_RUN
     return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
 
 
-def families(_: list[Record]) -> pd.DataFrame:
-    """Return one line per family of decoders: which workflows train it, and how it is planned."""
-    return _families({"2.1": "2.1 LoRA", "2.3": "2.3 QLoRA", "2.4": "2.4 full", "2.5": "2.5 MP"})
-
-
-def families_of_tasks(_: list[Record]) -> pd.DataFrame:
-    """Return one line per family of encoders (trained by 3.1) and of encoder-decoders (3.2)."""
-    return _families({"3.1 full": "3.1 full", "3.1 LoRA": "3.1 LoRA", "3.2": "3.2 full"}, elsewhere="")
-
-
-def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> pd.DataFrame:
-    """Return a line for each family that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
+def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
+    """Return the table of the families that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
     headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
-    rows = [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()]
-    return pd.DataFrame(rows, columns=list(headers)).fillna(elsewhere).rename(columns=headers)
+    columns = [Column(header, itemgetter(key), missing=elsewhere) for key, header in headers.items()]
+    return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
-def llama_cpp(_: list[Record]) -> pd.DataFrame:
-    """Return one line per tuned model and type of weights: what llama.cpp makes as Transformers does."""
-    found = json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
-    return pd.DataFrame(
-        {
-            "Base": f"{row['base']} ({row['model_type']})",
-            "Pre-tokenizer": row["pre_tokenizer"],
-            "Weights": row["weight_type"],
-            "Same answers": f"{row['equal_answers']} of {row['questions']}",
-            "Same prompts": f"{row['equal_prompts']} of {row['questions']}",
-            "Same texts": f"{row['equal_texts']} of {row['texts']}",
-            "Logits": f"{row['logit_difference']:.0e}",
-        }
-        for row in found
-    )
+def _compared_with_llama_cpp(_: list[Record]) -> list[Row]:
+    return json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
 
 
-def faults(_: list[Record]) -> pd.DataFrame:
-    """Return one line per technique of each fault that ends a run or costs it steps.
-
-    Seconds count from the fault on.
-    """
-    rows = _known_faults()
-    timed = _with_figures(rows)
-    return pd.DataFrame(
-        {
-            "Fault": _fault(row),
-            "Tests": _tests([each for each in rows if each["fault"] == row["fault"]]),
-            "With": row["technique"],
-            "Outcome": row["outcome"],
-            **{header: _figure(row.get(name), form) for header, (name, form) in FAULT_FIGURES.items()},
-        }
-        for row in rows
-        if row["fault"] in timed
-    )
+def _ended_faults(_: list[Record]) -> list[Row]:
+    """Return each technique of each fault that ends a run or costs it steps; seconds count from the fault on."""
+    rows, timed = _known_faults(), _with_figures()
+    tests = {number: _tests(row for row in rows if row["fault"] == number) for number in timed}
+    return [{**row, "tests": tests[row["fault"]]} for row in rows if row["fault"] in timed]
 
 
-def other_faults(_: list[Record]) -> pd.DataFrame:
-    """Return one line per outcome of each fault that is refused, or undone, without a time to tell."""
-    rows = _known_faults()
-    timed = _with_figures(rows)
+def _other_faults(_: list[Record]) -> list[Row]:
+    """Return each outcome of each fault that is refused, or undone, without a time to tell."""
+    timed = _with_figures()
     alike: defaultdict[tuple[object, object], list[Outcome]] = defaultdict(list)
-    for row in rows:
+    for row in _known_faults():
         if row["fault"] not in timed:
             alike[row["fault"], row["outcome"]].append(row)
-    return pd.DataFrame(
-        {
-            "Fault": _fault(same[0]),
-            "With": ", ".join(row["technique"] for row in same),
-            "Outcome": same[0]["outcome"],
-            "Tests": _tests(same),
-        }
+    return [
+        {**same[0], "technique": ", ".join(row["technique"] for row in same), "tests": _tests(same)}
         for same in alike.values()
-    )
+    ]
 
 
 def _known_faults() -> list[Outcome]:
-    return sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
+    elsewhere = [dict(zip(("fault", "technique", "outcome", "test"), row, strict=True)) for row in ELSEWHERE]
+    return sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=lambda row: row["fault"])
 
 
-def _with_figures(rows: list[Outcome]) -> set[object]:
+def _with_figures() -> set[object]:
     """Return the numbers of the faults that have a figure with some technique."""
-    return {row["fault"] for row in rows if any(row.get(name) is not None for name, _ in FAULT_FIGURES.values())}
+    return {row["fault"] for row in _known_faults() if any(column.value_in(row) is not None for column in FIGURES)}
 
 
-def _fault(row: Outcome) -> str:
-    return f"{row['fault']}. {FAULTS[row['fault']]}"
-
-
-def _tests(rows: list[Outcome]) -> str:
+def _tests(rows: Iterable[Outcome]) -> str:
     """Return links, from a page of docs, to what tests these outcomes."""
     return ", ".join(f"[{Path(test).name}](../{test})" for test in dict.fromkeys(row["test"] for row in rows))
 
 
-def _figure(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+# -- tables
+
+
+FAULT = Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}")
+FIGURES = (
+    Column("Noticed", "noticed_s", "{:.1f}", none="", missing=""),
+    Column("Ended", "ended_s", "{:.1f}", none="", missing=""),
+    Column("Steps", "lost_steps", none="", missing=""),
+    Column("Min", "lost_minutes", "{:.2f}", none="", missing=""),
+    Column("Save", "held_up_s", "{:.2f}", none="", missing=""),
+)
+TESTS, WITH, OUTCOME = Column("Tests", "tests"), Column("With", "technique"), Column("Outcome", "outcome")
+TABLES = {
+    "equivalence": Table(_equivalence),
+    # which workflows train a family of decoders, and how it is planned
+    "families": _families({"2.1": "2.1 LoRA", "2.3": "2.3 QLoRA", "2.4": "2.4 full", "2.5": "2.5 MP"}),
+    # of encoders (3.1) and of encoder-decoders (3.2)
+    "families-of-tasks": _families({"3.1 full": "3.1 full", "3.1 LoRA": "3.1 LoRA", "3.2": "3.2 full"}, elsewhere=""),
+    "faults": Table(
+        _ended_faults,
+        (
+            FAULT,
+            TESTS,
+            WITH,
+            OUTCOME,
+            *FIGURES,
+        ),
+        shared=("Fault", "Tests"),
+    ),
+    "faults-others": Table(
+        _other_faults, (FAULT, WITH, OUTCOME, TESTS), line="- **{Fault}** ({With}): {Outcome}. {Tests}"
+    ),
+    # what llama.cpp makes of a tuned model and type of weights as Transformers does
+    "llama-cpp": Table(
+        _compared_with_llama_cpp,
+        (
+            Column("Base", lambda row: f"{row['base']} ({row['model_type']})"),
+            Column("Pre-tokenizer", "pre_tokenizer"),
+            Column("Weights", "weight_type"),
+            Column("Same answers", lambda row: f"{row['equal_answers']} of {row['questions']}"),
+            Column("Same prompts", lambda row: f"{row['equal_prompts']} of {row['questions']}"),
+            Column("Same texts", lambda row: f"{row['equal_texts']} of {row['texts']}"),
+            Column("Logits", "logit_difference", "{:.0e}"),
+        ),
+    ),
+}

@@ -7,9 +7,10 @@ import re
 import sys
 import webbrowser
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from common.reporting.page_charts import charts
 from common.reporting.page_runs import (
     COLUMNS,
     USUAL,
-    MemoryPoints,
     Values,
     divided,
     label_of,
+    memory_points,
     planned_and_measured,
 )
-from common.reporting.rows import is_comparable, result_files, results_folders
+from common.reporting.rows import is_comparable, result_files
 
 PAGE = REPOSITORY / "docs" / "results.html"
 """The page of the kept records."""
@@ -44,21 +45,6 @@ DETAILS_FOLDER = "results_details"
 PLACE = re.compile("@@([A-Z]+)@@")
 
 
-@dataclass
-class _Texts:
-    """The texts of a page's data, each of them once."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def table(self, rows: list[Values]) -> dict[str, Any]:
-        """Return rows as lists of their values without the keys; a text is a list with its number."""
-        keys = list(rows[0]) if rows else []
-        return {"keys": keys, "rows": [[self._value(row[key]) for key in keys] for row in rows]}
-
-    def _value(self, value: object) -> object:
-        return [self.numbers.setdefault(value, len(self.numbers))] if isinstance(value, str) else value
-
-
 @dataclass(frozen=True)
 class _Run:
     """What is kept of a record while a page is made: of 10,000 the whole ones would take a gigabyte."""
@@ -69,13 +55,26 @@ class _Run:
     started_at: str
 
 
-def _run_of(record: Record) -> _Run:
-    values, details = divided(record)
-    return _Run(values, json_in_html(details), list(planned_and_measured(record)), record["started_at"])
-
-
 def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
-    return {label_of(record): _run_of(record) for record in records if is_comparable(record)}
+    runs = {}
+    for record in filter(is_comparable, records):
+        values, details = divided(record)
+        peaks = list(planned_and_measured(record))
+        runs[label_of(record)] = _Run(values, json_in_html(details), peaks, record["started_at"])
+    return runs
+
+
+def _as_lists(rows: list[Values], numbers: dict[str, int]) -> dict[str, Any]:
+    """Return rows as lists of their values without the keys; of a text there is a list with its number.
+
+    So each text stands in the page once; `numbers` gets those that it lacks.
+    """
+
+    def number_of(value: object) -> object:
+        return [numbers.setdefault(value, len(numbers))] if isinstance(value, str) else value
+
+    keys = list(rows[0]) if rows else []
+    return {"keys": keys, "rows": [[number_of(row[key]) for key in keys] for row in rows]}
 
 
 def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
@@ -98,15 +97,14 @@ def page_and_details(kept: Iterable[Record], own: Iterable[Record] = ()) -> tupl
         for first in range(0, len(runs), RUNS_TOGETHER)
     ]
     is_within = sum(map(len, details)) <= MOST_BYTES_WITHIN
-    memory, texts = MemoryPoints(), _Texts()
-    for peak in chain.from_iterable(run.peaks for run in runs):
-        memory.add(*peak)
+    memory = memory_points(chain.from_iterable(run.peaks for run in runs))
+    texts: dict[str, int] = {}
     data = {
-        "columns": [asdict(column) for column in COLUMNS],
-        "runs": texts.table(values),
-        "memory": texts.table(list(memory.points.values())),
-        "texts": list(texts.numbers),
-        "charts": charts(values, memory.ends()),
+        "columns": COLUMNS,
+        "runs": _as_lists(values, texts),
+        "memory": _as_lists(memory, texts),
+        "texts": list(texts),
+        "charts": charts(values, memory),
         "chosen": newest[-2:] or [label for label in CHOSEN_AT_FIRST if label in by_label],
         "usual": USUAL,
         "together": RUNS_TOGETHER,
@@ -151,10 +149,6 @@ def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> No
         (folder / f"{number}.js").write_text(script, encoding="utf-8")
 
 
-def _each(files: Iterable[Path]) -> Iterable[Record]:
-    return (record for _, record in records_in(files))
-
-
 def write_page(kept: Iterable[Record]) -> Path:
     """Write the page of the kept records, and return its path."""
     _write(PAGE, kept)
@@ -166,7 +160,8 @@ def open_page() -> str:
 
     Without a screen a browser for terminals would open, which shows none of it.
     """
-    _write(OWN_PAGE, _each(kept_files()), _each(result_files(*results_folders())))
+    kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
+    _write(OWN_PAGE, kept, own)
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     is_open = has_screen and webbrowser.open(OWN_PAGE.as_uri())
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"

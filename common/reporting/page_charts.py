@@ -14,16 +14,16 @@ RUNS, LOSSES, MEMORY = (alt.NamedData(name=name) for name in ("runs", "losses", 
 """What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak."""
 
 
-def charts(runs: list[Values], memory_gib: tuple[float, float]) -> dict[str, Any]:
+def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
     """Return each chart's specification by the place where it stands on the page.
 
-    `memory_gib`: the lowest and the highest peak.
+    `memory` has the points of `memory_points`.
     """
     by_place = {
         "quality-time": quality_against(runs, "minutes"),
         "quality-memory": quality_against(runs, "peak_gib"),
         "losses": loss_curves(),
-        "memory": planned_against_measured(*memory_gib),
+        "memory": planned_against_measured(memory),
     }
     return {place: _sized(chart).to_dict() for place, chart in by_place.items()}
 
@@ -82,10 +82,12 @@ def loss_curves() -> alt.Chart:
     )
 
 
-def planned_against_measured(least_gib: float, most_gib: float) -> alt.LayerChart:
+def planned_against_measured(points: list[Values]) -> alt.LayerChart:
     """Return each phase of each device by its planned and measured peak, with the line where both are the same."""
-    ends = [{"planned": end, "measured": end} for end in (least_gib, most_gib)]
-    scale = alt.Scale(type="log", domain=[least_gib, most_gib])
+    every_gib = [point[name] for point in points for name in ("planned", "measured")] or [1.0]
+    domain = [min(every_gib), max(every_gib)]
+    ends = [{"planned": end, "measured": end} for end in domain]
+    scale = alt.Scale(type="log", domain=domain)
     line = alt.Chart(alt.Data(values=ends)).mark_line(color="gray", strokeDash=[4, 3])
     dots = (
         alt.Chart(MEMORY)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
+from common.reporting import columns as col
+from common.reporting.columns import Column
 from common.reporting.compare import NAMES, settings_of
 from common.reporting.memory import compared_by_phase
-from common.reporting.rows import device_of, metrics_of, model_of, task_of
+from common.reporting.rows import Metric, metrics_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
@@ -27,39 +29,6 @@ USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAM
 Values = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the page's table.
-
-    Attributes:
-        key: Of a run's value.
-        is_number: It is sorted as a number, and stands right.
-    """
-
-    key: str
-    title: str
-    is_number: bool = False
-
-
-COLUMNS = (
-    Column("run", "Run"),
-    Column("technique", "Technique"),
-    Column("parallel", "Parallelism"),
-    Column("devices", "Devices", is_number=True),
-    Column("minutes", "Training (min)", is_number=True),
-    Column("tokens_per_s", "Tokens/s", is_number=True),
-    Column("peak_gib", "Tensors (GiB)", is_number=True),
-    Column("before", "Before", is_number=True),
-    Column("quality", "After", is_number=True),
-    Column("metric", "Quality is"),
-    Column("model", "Model"),
-    Column("data", "Data"),
-    Column("precision", "Precision"),
-    Column("rows_per_step", "Rows per step", is_number=True),
-    Column("seed", "Seed", is_number=True),
-)
-
-
 def label_of(record: Record) -> str:
     """Return `2.1 python-batch16-seed42`, with the run folder where that is not the one for the CPU."""
     technique, _, folder = record["run_folder"].partition("/")
@@ -68,43 +37,15 @@ def label_of(record: Record) -> str:
     return f"{number}{place} {record['run_name']}"
 
 
-def values_of(record: Record) -> Values:
-    """Return the values of the table's columns, and what a click on the run shows; None: the run has none."""
-    config = record["config"]
-    metric, before, after = _quality(record)
-    return {
-        "run": label_of(record),
-        "technique": TECHNIQUES[record["technique"]].label,
-        "parallel": PARALLELISMS[record["parallel"]].label,
-        "devices": config["devices"],
-        "device": device_of(record),
-        "task": task_of(record),
-        "model": model_of(record),
-        "data": Path(config["data"]).name,
-        "precision": config["precision"],
-        "rows_per_step": record["effective_batch_size"],
-        "seed": config["seed"],
-        "minutes": round(record["train_time_s"] / 60, 2),
-        "tokens_per_s": round(record["tokens_per_s"]),
-        "peak_gib": _tensors_gib(record),
-        "metric": metric,
-        "before": before,
-        "quality": after,
-        "folder": record["run_folder"],
-        "command": record["command"],
-        "gallery": record.get("gallery", []),
-        "settings": {name: str(value) for name, value in settings_of(record).items() if value is not None},
-        "is_trial": config.get("max_steps", -1) >= 0 or config.get("test_rows", -1) >= 0,
-    }
+def _metric(record: Record) -> Metric | None:
+    """Return the main metric that the run has; None: its data have no facts."""
+    after = record["quality"]["after"]
+    higher = (metric for metric in metrics_of(record) if metric.direction == "higher")
+    return next((metric for metric in higher if after.get(metric.name) is not None), None)
 
 
-def _quality(record: Record) -> tuple[str | None, float | None, float | None]:
-    """Return the main metric that the run has, before and after; None: data without facts, or no baseline."""
-    before, after = record["quality"].get("before") or {}, record["quality"]["after"]
-    for metric in metrics_of(record):
-        if metric.direction == "higher" and after.get(metric.name) is not None:
-            return metric.label, *(_rounded(scores.get(metric.name)) for scores in (before, after))
-    return None, None, None
+def _quality(record: Record, when: str) -> float | None:
+    return _rounded(record["quality"][when].get(_metric(record).name))
 
 
 def _rounded(value: float | None) -> float | None:
@@ -117,6 +58,54 @@ def _tensors_gib(record: Record) -> float | None:
     peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING) for entry in record["memory"]]
     known = [peak for peak in peaks if peak]
     return round(max(known), GIB_DIGITS) if known else None
+
+
+def _settings(record: Record) -> dict[str, str]:
+    return {name: str(value) for name, value in settings_of(record).items() if value is not None}
+
+
+def _is_trial(record: Record) -> bool:
+    """Return whether a run had a few steps or test rows only."""
+    return any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
+
+
+VALUES = {
+    "run": Column("Run", label_of),
+    "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
+    "parallel": Column("Parallelism", lambda record: PARALLELISMS[record["parallel"]].label),
+    "devices": col.DEVICE_COUNT,
+    "device": col.MACHINE,
+    "task": Column("Task", task_of),
+    "model": col.MODEL,
+    "data": Column("Data", lambda record: Path(record["config"]["data"]).name),
+    "precision": Column("Precision", "config.precision"),
+    "rows_per_step": Column("Rows per step", "effective_batch_size"),
+    "seed": col.SEED,
+    "minutes": Column("Training (min)", lambda record: round(record["train_time_s"] / 60, 2)),
+    "tokens_per_s": Column("Tokens/s", lambda record: round(record["tokens_per_s"])),
+    "peak_gib": Column("Tensors (GiB)", _tensors_gib),
+    "metric": Column("Quality is", lambda record: _metric(record).label),
+    "before": Column("Before", partial(_quality, when="before")),
+    "quality": Column("After", partial(_quality, when="after")),
+    "folder": Column("Run folder", "run_folder"),
+    "command": Column("Command", "command"),
+    "gallery": Column("Gallery", lambda record: record.get("gallery", [])),
+    "settings": Column("Settings", _settings),
+    "is_trial": Column("Trial", _is_trial),
+}
+"""What the page has of a run."""
+NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
+COLUMNS = [
+    {"key": key, "title": VALUES[key].title, "is_number": key in NUMBERS}
+    for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality",
+                "metric", "model", "data", "precision", "rows_per_step", "seed")
+]  # fmt: skip
+"""Of the page's table; those of numbers stand right, and are sorted as such."""
+
+
+def values_of(record: Record) -> Values:
+    """Return the values of the table's columns, and what a click on the run shows; None: the run has none."""
+    return {key: column.value_in(record) for key, column in VALUES.items()}
 
 
 def divided(record: Record) -> tuple[Values, Values]:
@@ -148,22 +137,14 @@ def planned_and_measured(record: Record) -> Iterator[tuple[str, str, float, floa
             yield run, phase, *(max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in peaks)
 
 
-class MemoryPoints:
-    """Points of the chart of planned and measured memory; those that would cover each other are one."""
-
-    def __init__(self) -> None:
-        self.points: dict[tuple[object, ...], Values] = {}
-
-    def add(self, run: str, phase: str, planned_gib: float, measured_gib: float) -> None:
-        """Add a point, or count it as one more where one is already."""
-        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned_gib, measured_gib)))
-        new = {"run": run, "phase": phase, "planned": planned_gib, "measured": measured_gib, "peaks": 0}
-        self.points.setdefault(place, new)["peaks"] += 1
-
-    def ends(self) -> tuple[float, float]:
-        """Return the lowest and the highest peak."""
-        every = [point[name] for point in self.points.values() for name in ("planned", "measured")] or [1.0]
-        return min(every), max(every)
+def memory_points(peaks: Iterable[tuple[str, str, float, float]]) -> list[Values]:
+    """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
+    points: dict[tuple[object, ...], Values] = {}
+    for run, phase, *pair in peaks:
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in pair))
+        new = {"run": run, "phase": phase, "planned": pair[0], "measured": pair[1], "peaks": 0}
+        points.setdefault(place, new)["peaks"] += 1
+    return list(points.values())
 
 
 def comparable(runs: Iterable[Values], cost: str) -> list[Values]:

@@ -10,9 +10,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from common.base.inert import printable
-from common.base.specs import PARALLELISMS
+from common.base.specs import PARALLELISMS, TASKS, Task
 from common.records.store import Record
-from common.reporting.rows import SCHEDULES, clock_seconds, loss_per, metrics_of
+from common.reporting.rows import SCHEDULES, clock_seconds, metrics_of, task_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
 LOOKS = [{"linestyle": style, "color": f"C{colour}"} for style in ("-", "--", ":") for colour in range(10)]
@@ -21,10 +21,11 @@ LOOKS = [{"linestyle": style, "color": f"C{colour}"} for style in ("-", "--", ":
 
 def plot_losses(record: Record) -> Figure:
     """Plot training and validation loss over the steps."""
+    task = TASKS.get(task_of(record), Task)
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name in ("training", "validation"):
         axes.plot(*zip(*record[f"{name}_losses"], strict=True), marker=".", label=name)
-    axes.set(xlabel="optimizer step", ylabel=f"loss (nats per {loss_per(record)})", title=record["run_name"])
+    axes.set(xlabel="optimizer step", ylabel=f"loss (nats per {task.loss_per})", title=record["run_name"])
     axes.legend()
     return figure
 

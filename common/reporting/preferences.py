@@ -1,47 +1,14 @@
 """The tables of preference tuning (3.4): what each setting learnt of pairs, and what its answers became."""
 
-from collections.abc import Callable, Iterable
-from itertools import product
+from collections.abc import Callable
+from functools import partial
 from statistics import fmean
 
-import pandas as pd
-
-from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.records.store import Record
-from common.reporting.rows import (
-    NOT_RUN,
-    PLANNED,
-    Metric,
-    Row,
-    by_setting_of_commands,
-    clock,
-    completed,
-    device_of,
-    devices_of,
-    kind_name,
-    kind_of,
-    model_of,
-    not_run_rows,
-    over_seeds,
-    planned_memory,
-    speedup_over_one_device,
-)
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, in_percent
+from common.reporting.rows import Metric, Row, clock, in_order, kind_name, kind_of, settings_of_task, waiting_for_task
 from common.reporting.screen import brief
 
-ACCURACY, REWARD = "Accuracy of preferences", "Reward of the chosen"
-DATES, FACTS, WORDS = "Invented dates", "Facts said", "Words"
-BRIEF = {
-    "Run": "Run",
-    "Setting": "Setting",
-    ACCURACY: "Accuracy",
-    REWARD: "Reward",
-    DATES: "Invented dates",
-    FACTS: "Facts",
-    WORDS: "Words",
-    "Training time": "Time",
-    PLANNED: "Peak GiB, planned / measured",
-}
-"""Of the tables' columns those that fit a terminal, and what they are called there."""
 METRICS = (
     Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
@@ -49,90 +16,61 @@ METRICS = (
     Metric("chosen_reward", "reward of the chosen", "higher", "{:+.2f}"),
     Metric("reward_margin", "reward margin", "higher", "{:.2f}"),
 )
-SHARED = {"preferences-front": ("Model", "Machine")}
+settings = partial(settings_of_task, reporting=__name__)
 
 
-def preferring(records: Iterable[Record]) -> list[Record]:
-    """Return the completed runs on pairs, in the order of folders and settings, each control after its setting."""
-    order = list(product(TECHNIQUES, PARALLELISMS))
-    runs = completed(records, reporting=__name__)
-    return sorted(runs, key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["exchange_answers"]))
+def _setting(row: Row) -> str:
+    """Return what a setting is called; a control learns the rejected answers."""
+    control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
+    return kind_name(*kind_of(row)) + control
 
 
-def settings_of(records: Iterable[Record]) -> list[list[Record]]:
-    """Return the runs grouped by their setting; those of a notebook are left to it."""
-    return by_setting_of_commands(preferring(records))
+def _changed(row: Row, name: str, form: Callable[[float], str]) -> str:
+    """Return a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
+    before = [run["quality"]["before"][name] for run in row["seeds"]]
+    after = Column("", f"quality.after.{name}", form, none="no facts", over_seeds=True)
+    return "no facts" if None in before else f"{form(fmean(before))} to {after.cell(row)}"
 
 
-def settings_table(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 3.4: every setting that was run, and the GPU folders that were not."""
-    measured = [_measured(runs, records) for runs in settings_of(records)]
-    return pd.DataFrame([*measured, *not_run_rows(__name__, preferring(records))]).fillna(NOT_RUN)
-
-
-def front(records: list[Record]) -> pd.DataFrame:
-    """Return the measured settings in brief, for a page of all results."""
-    return pd.DataFrame(
-        {
-            "Model": row["Model"],
-            "Machine": device_of(runs[0]),
-            **{name: row[name] for name in ("Setting", "Seeds", ACCURACY, DATES, FACTS)},
-            "Time": row["Training time"],
-        }
-        for runs in settings_of(records)
-        for row in [_measured(runs, records)]
-    )
-
-
-def _measured(runs: list[Record], records: list[Record]) -> Row:
-    first = runs[0]
-    return {
-        "Setting": name_of(first),
-        "Figures": "measured",
-        "Model": model_of(first),
-        "Devices": devices_of(first),
-        "Seeds": str(len(runs)),
-        ACCURACY: over_seeds([run["quality"]["after"]["preference_accuracy"] for run in runs], "{:.3f}"),
-        REWARD: over_seeds([run["quality"]["after"]["chosen_reward"] for run in runs], "{:+.2f}"),
-        DATES: changed(runs, "invented_dates_share", "{:.1f}", times=100),
-        FACTS: changed(runs, "facts_said_share", "{:.1f}", times=100),
-        WORDS: changed(runs, "words", "{:.1f}"),
-        "Reference": _reference_time(runs),
-        "Training time": clock(fmean(run["train_time_s"] for run in runs)),
-        "Speed-up": speedup_over_one_device(first, records),
-        PLANNED: planned_memory(first),
-        "Command": f"`{first['command']}`",
-    }
-
-
-def _reference_time(runs: list[Record]) -> str:
+def _reference_time(row: Row) -> str:
     """Return how long the reference took before training; with adapters its pass is part of each step."""
-    seconds = [run["phases_s"]["reference"] for run in runs if "reference" in run["phases_s"]]
+    seconds = [run["phases_s"]["reference"] for run in row["seeds"] if "reference" in run["phases_s"]]
     return clock(fmean(seconds)) if seconds else "in each step"
 
 
-def name_of(run: Record) -> str:
-    """Return what a setting is called; a control learns the rejected answers."""
-    control = ", exchanged (control)" if run["config"]["exchange_answers"] else ""
-    return kind_name(*kind_of(run)) + control
+SETTING = Column("Setting", _setting)
+ACCURACY = Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True)
+REWARD = Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True)
+DATES = Column(
+    "Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=col.NO_BASELINE
+)
+FACTS = Column("Facts said", partial(_changed, name="facts_said_share", form=in_percent), missing=col.NO_BASELINE)
+WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=col.NO_BASELINE)
 
-
-def changed(runs: list[Record], name: str, form: str, times: float = 1) -> str:
-    """Return a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
-    before, after = ([run["quality"][when][name] for run in runs] for when in ("before", "after"))
-    if None in (*before, *after):
-        return "no facts"
-    return f"{form.format(times * fmean(before))} to {over_seeds([times * each for each in after], form)}"
-
-
-def results_text(records: list[Record]) -> str:
-    """Return the table of the last runs on this machine, for a terminal."""
-    rows = [{"Run": run["run_name"], **_measured([run], records)} for run in preferring(records)]
-    return brief(rows, BRIEF, "no run on pairs of answers is completed yet")
-
-
-TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
-    "preferences-settings": settings_table,
-    "preferences-front": front,
-}
-"""By the names of their markers."""
+TABLES = {
+    "preferences-settings": Table(
+        lambda records: [*settings(records), *waiting_for_task(records, __name__)],
+        (SETTING, col.FIGURES, col.MODEL_ID, col.DEVICES, col.SEEDS, ACCURACY, REWARD, DATES, FACTS, WORDS,
+         Column("Reference", _reference_time), col.MEAN_TIME, col.SPEEDUP_OF_TASK, col.PLANNED, col.COMMAND),
+    ),
+    "preferences-front": Table(
+        settings,
+        (col.MODEL_ID, col.MACHINE, SETTING, col.SEEDS, ACCURACY, DATES, FACTS, col.MEAN_TIME.titled("Time")),
+        shared=("Model", "Machine"),
+    ),
+}  # fmt: skip
+ON_SCREEN = Table(
+    lambda records: [{**run, "seeds": [run]} for run in in_order(records, __name__)],
+    (
+        Column("Run", "run_name"),
+        SETTING,
+        ACCURACY.titled("Accuracy"),
+        REWARD.titled("Reward"),
+        DATES,
+        FACTS.titled("Facts"),
+        WORDS,
+        col.MEAN_TIME.titled("Time"),
+        col.PLANNED.titled("Peak GiB, planned / measured"),
+    ),
+)
+results_text = partial(brief, ON_SCREEN, empty="no run on pairs of answers is completed yet")

@@ -1,179 +1,129 @@
 """The tables of QLoRA (2.3): quality of both merges, time, memory beside LoRA; full, LoRA and QLoRA side by side."""
 
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-
-import pandas as pd
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
+from common.reporting import columns as col
+from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, ROWS, SPEED, WHERE
+from common.reporting.columns import Column, Table
+from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
 from common.reporting.rows import (
     FULL,
     LORA,
     NOT_RUN,
-    PLANNED,
     PROJECTED,
-    PROJECTED_LENGTH,
     QLORA,
     QLORA_DDP,
     QLORA_FSDP,
-    SPEED,
-    WHAT,
-    WHERE,
     Kind,
     Row,
     approach,
-    as_table,
     clock,
     completed,
     devices_of,
-    fits,
-    kind_name,
-    measured_quality,
-    measured_speed,
-    over_seeds,
-    percent,
-    planned_memory,
-    projected_plan,
-    score,
-    table_of,
+    not_run,
+    waiting,
 )
 
 SEEDS = (42, 7, 8)
 OFTEN_SAID = {FULL: "best", LORA: "good", QLORA: "OK"}
-SHOWN = (LORA, QLORA, QLORA_DDP)
 NEEDS_GPUS = {
     QLORA_DDP: ("2.3_qlora_finetuning/run_1_a5000_24g_x1", "--parallel ddp --devices 2"),
     QLORA_FSDP: ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", "--technique qlora"),
 }
 """Kinds that have no run folder of their own on GPUs: the folder and the options that start them."""
-ORIGINAL_BASE = tuple(f"Original base: {name}" for name in ("MiniLM", "facts said", "validation loss"))
-QUALITY = (*WHAT, "Similarity score", "Facts said", "Validation loss", *WHERE, "Epochs", "Batch size",
-           "Similarity score before", "By MiniLM before", "By MiniLM", "Facts said before", *ORIGINAL_BASE)  # fmt: skip
 
 
-def _name(record: Record) -> str:
+def _name(row: Row) -> str:
     """Return the approach, with those settings of a QLoRA run that differ from the defaults."""
-    shown = ("quantization", "optim") if TECHNIQUES[record["technique"]].quantizes else ()
-    unusual = [record["config"][name] for name in shown if record["config"][name] != getattr(RunConfig, name)]
-    return ", ".join([approach(record), *unusual])
+    shows = TECHNIQUES[row["technique"]].quantizes and row["status"] != NOT_RUN
+    names = ("quantization", "optim") if shows else ()
+    unusual = [row["config"][name] for name in names if row["config"][name] != getattr(RunConfig, name)]
+    return ", ".join([approach(row), *unusual])
 
 
-def qlora_quality(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.3: quality before, and after with either base, beside LoRA's."""
-    rows = [
-        {**measured_quality(record), "Approach": _name(record), **_of_original_base(record)}
-        for record in completed(records, *SHOWN)
-    ]
-    return _with_gpu_rows(table_of(records, (QLORA,), rows, columns=QUALITY))
+def _unless_same_base(row: Row, column: Column) -> str:
+    """Return the cell of an adapter that was merged into the base before it was quantized."""
+    return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else column.cell(row)
 
 
-def _of_original_base(record: Record) -> Row:
-    if TECHNIQUES[record["technique"]].has_plain_adapters:
-        return dict.fromkeys(ORIGINAL_BASE, "the same base")
-    after = record["quality"].get("after_original_base")
-    if not after:
-        return {}
-    loss = record["merged_validation_losses"]["merged_into_original"]
-    values = (score(after["similarity_score_minilm"]), percent(after["facts_said_share"]), f"{loss:.4f}")
-    return dict(zip(ORIGINAL_BASE, values, strict=True))
+MINILM_OF_ORIGINAL_BASE = replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")
+LOSS_OF_ORIGINAL_BASE = replace(
+    col.LOSS,
+    value=lambda row: row["quality"]["after_original_base"] and row["merged_validation_losses"]["merged_into_original"],
+)
+NAME = Column("Approach", _name)
+QUALITY = (
+    NAME,
+    *(col.SEED, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS),
+    *(col.SCORE_BEFORE, col.MINILM_BEFORE, col.MINILM, col.FACTS_BEFORE),
+    Column("Original base: MiniLM", partial(_unless_same_base, column=MINILM_OF_ORIGINAL_BASE)),
+    Column("Original base: facts said", partial(_unless_same_base, column=FACTS_OF_ORIGINAL_BASE)),
+    Column("Original base: validation loss", partial(_unless_same_base, column=LOSS_OF_ORIGINAL_BASE)),
+)
+BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
 
 
-def qlora_speed(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 2.3: time and memory beside LoRA's."""
-    rows = [{**measured_speed(record), "Approach": _name(record)} for record in completed(records, *SHOWN)]
-    return _with_gpu_rows(table_of(records, (QLORA,), rows, columns=(*SPEED, "Bits per quantized weight")))
-
-
-def _with_gpu_rows(table: pd.DataFrame) -> pd.DataFrame:
-    waiting = [_waiting(kind, folder, options) for kind, (folder, options) in NEEDS_GPUS.items()]
-    return pd.concat([table, pd.DataFrame(waiting, columns=table.columns, dtype=object).fillna(NOT_RUN)])
-
-
-def _waiting(kind: Kind, folder: str, options: str) -> Row:
-    run = literal_of(REPOSITORY / folder)
+def _with_options(row: Row, kind: Kind, options: str) -> Row:
     return {
-        "Approach": kind_name(*kind),
-        "Seed": str(run.seed),
-        "Devices": f"{run.gpu} x2",
-        "Batch size": f"{run.per_device_train_batch_size} x2",
-        "Epochs": str(run.num_train_epochs),
-        "Command": f'`make run FOLDER={folder} ARGS="{options}"`',
+        **row,
+        "technique": kind[0],
+        "parallel": kind[1],
+        "config": {**row["config"], "devices": 2},
+        "world": [{}] * 2,
+        "command": f'{row["command"]} ARGS="{options}"',
     }
 
 
-@as_table
-def qlora_memory(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.3.
+def _runs(records: list[Record]) -> list[Row]:
+    """Return the runs beside LoRA's, and what nobody has run: of run folders, and with options of `NEEDS_GPUS`."""
+    needing_gpus = [
+        _with_options(not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)), kind, options)
+        for kind, (folder, options) in NEEDS_GPUS.items()
+    ]
+    return [*completed(records, LORA, QLORA, QLORA_DDP), *waiting(records, QLORA), *needing_gpus]
 
-    Memory beside LoRA's: of the base's weights as stored, and of training on the GPU folders' model.
-    """
+
+def _memory(records: list[Record]) -> Iterator[Row]:
+    """Yield memory beside LoRA's: of the base's weights as stored, and of training on the GPU folders' model."""
     for record in completed(records, QLORA):
         if record["launcher"] == "python" and record["config"]["seed"] == SEEDS[0]:
             stored = record["quantization"]
             yield {
-                "Run": f"{_name(record)}, {devices_of(record)}",
-                "Of": f"the base's weights ({stored['quantized_share']:.0%} of them quantized)",
-                **_saved(stored["unquantized_gib"], stored["weights_gib"], 4),
-                "Figures": "measured",
+                "run": f"{_name(record)}, {devices_of(record)}",
+                "of": f"the base's weights ({stored['quantized_share']:.0%} of them quantized)",
+                "lora_gib": stored["unquantized_gib"],
+                "qlora_gib": stored["weights_gib"],
+                "digits": 4,
             }
     for folder, run in run_folders().items():
         if (run.technique, run.parallel, run.device) == (*QLORA, "cuda"):
             lora, qlora = (projected_plan(run.changed_to(technique=name)).devices[0] for name, _ in (LORA, QLORA))
             rows = f"{run.per_device_train_batch_size} rows of {PROJECTED_LENGTH:,} tokens"
-            compared = {
-                "weights, 7B model": _saved(lora.parts_gib["weights"], qlora.parts_gib["weights"], 1),
-                "training's peak": {
-                    **_saved(lora.peak_gib, qlora.peak_gib, 1),
-                    "LoRA fits": fits(lora.safe_gib, run.gpu),
-                    "QLoRA fits": fits(qlora.safe_gib, run.gpu),
-                },
-            }
-            name = f"`{folder.name}`, {run.quantization}, {rows}"
-            yield from ({"Run": name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items())
+            projected = {"run": f"`{folder.name}`, {run.quantization}, {rows}", "digits": 1, "figures": PROJECTED}
+            weights = {"lora_gib": lora.parts_gib["weights"], "qlora_gib": qlora.parts_gib["weights"]}
+            fit = {"lora_fits": fits(lora.safe_gib, run.gpu), "qlora_fits": fits(qlora.safe_gib, run.gpu)}
+            yield {**projected, "of": "weights, 7B model", **weights}
+            yield {**projected, "of": "training's peak", "lora_gib": lora.peak_gib, "qlora_gib": qlora.peak_gib, **fit}
 
 
-def _saved(lora_gib: float, qlora_gib: float, digits: int) -> Row:
-    return {
-        "LoRA (GiB)": f"{lora_gib:.{digits}f}",
-        "QLoRA (GiB)": f"{qlora_gib:.{digits}f}",
-        "Factor": f"{lora_gib / qlora_gib:.2f}x",
-        "Saved (GiB)": f"{lora_gib - qlora_gib:.{digits}f}",
-        "LoRA fits": "-",
-        "QLoRA fits": "-",
-    }
-
-
-@as_table
-def best_good_ok(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.3.
-
-    Full fine-tuning, LoRA and QLoRA on the same rows and seeds, each by its own recipe; mean, and range.
-    """
+def _techniques(records: list[Record]) -> Iterator[Row]:
+    """Yield each technique on the same rows and seeds, by its own recipe, if there is a run with each seed."""
     for kind, said in OFTEN_SAID.items():
         found = {record["config"]["seed"]: record for record in completed(records, kind) if _is_recipe(record)}
-        if not found.keys() >= set(SEEDS):
-            yield {"Approach": kind_name(*kind), "Often said": said, "Figures": NOT_RUN}
-            continue
-        runs = [found[seed] for seed in SEEDS]
-        after = pd.DataFrame([run["quality"]["after"] for run in runs])
-        yield {
-            "Approach": kind_name(*kind),
-            "Often said": said,
-            "Seeds": ", ".join(map(str, SEEDS)),
-            "Learning rate": f"{runs[0]['config']['learning_rate']:g}",
-            "Trained weights": f"{runs[0]['trained_parameters']:,}",
-            "Validation loss": over_seeds([run["best_validation_loss"] for run in runs], "{:.4f}"),
-            "Facts said": over_seeds(after["facts_said_share"], "{:.1%}"),
-            "By MiniLM (lower is better)": over_seeds(after["similarity_score_minilm"], "{:.4f}"),
-            "Training time": " / ".join(clock(run["train_time_s"]) for run in runs),
-            PLANNED: planned_memory(runs[0]),
-            "Figures": "measured",
-        }
+        known = {"technique": kind[0], "parallel": kind[1], "said": said}
+        if found.keys() >= set(SEEDS):
+            runs = [found[seed] for seed in SEEDS]
+            yield {**runs[0], **known, "seeds": runs}
+        else:
+            yield {**known, "status": NOT_RUN, "figures": NOT_RUN}
 
 
 def _is_recipe(record: Record) -> bool:
@@ -194,3 +144,44 @@ def _is_recipe(record: Record) -> bool:
 @cache
 def _literals() -> dict[Path, dict[str, object]]:
     return {folder: run.to_dict() for folder, run in run_folders().items()}
+
+
+def _gib(title: str, value_of: Callable[[Row], float]) -> Column:
+    return Column(title, lambda row: f"{value_of(row):.{row['digits']}f}")
+
+
+TABLES = {
+    "qlora-quality": Table(_runs, QUALITY),
+    "qlora-speed": Table(_runs, (NAME, *SPEED[1:], BITS)),
+    "qlora-memory": Table(
+        _memory,
+        (
+            Column("Run", "run"),
+            Column("Of", "of"),
+            _gib("LoRA (GiB)", lambda row: row["lora_gib"]),
+            _gib("QLoRA (GiB)", lambda row: row["qlora_gib"]),
+            Column("Factor", lambda row: row["lora_gib"] / row["qlora_gib"], "{:.2f}x"),
+            _gib("Saved (GiB)", lambda row: row["lora_gib"] - row["qlora_gib"]),
+            Column("LoRA fits", "lora_fits", missing="-"),
+            Column("QLoRA fits", "qlora_fits", missing="-"),
+            col.FIGURES,
+        ),
+    ),
+    # full fine-tuning, LoRA and QLoRA on the same rows and seeds: mean, and range
+    "best-good-ok": Table(
+        _techniques,
+        (
+            col.KIND,
+            Column("Often said", "said"),
+            Column("Seeds", lambda row: ", ".join(str(run["config"]["seed"]) for run in row["seeds"])),
+            Column("Learning rate", "config.learning_rate", "{:g}"),
+            Column("Trained weights", "trained_parameters", "{:,}"),
+            replace(col.LOSS, over_seeds=True),
+            replace(col.FACTS, format="{:.1%}", over_seeds=True),
+            replace(col.MINILM, title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
+            Column("Training time", lambda row: " / ".join(clock(run["train_time_s"]) for run in row["seeds"])),
+            col.PLANNED,
+            col.FIGURES,
+        ),
+    ),
+}

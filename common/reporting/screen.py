@@ -1,8 +1,9 @@
 """Tables for a terminal: no line is wider than the screen."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import fill
+from typing import Any
 
 import pandas as pd
 from tabulate import tabulate
@@ -49,8 +50,7 @@ def _table(cells: list[list[str]], columns: list[int], widths: list[int]) -> str
     return tabulate(wrapped[1:], wrapped[0], tablefmt="simple", disable_numparse=True)
 
 
-def brief(rows: Sequence[dict[str, object]], columns: dict[str, str], empty: str) -> str:
-    """Return the `columns` of some rows for a terminal, by the names that they have there; `empty` without a row."""
-    if not rows:
-        return empty
-    return fitted(list(columns.values()), [[row.get(name) for name in columns] for row in rows])
+def brief(table: Callable[[Any], pd.DataFrame], records: object, empty: str) -> str:
+    """Return a table of some records for a terminal; `empty` where it has no row."""
+    cells = table(records)
+    return empty if cells.empty else fitted(list(cells.columns), cells.to_numpy().tolist())

@@ -268,18 +268,17 @@ def _make_way(folder: Path) -> Path | None:
         resumes = f"; with --resume_from_checkpoint {LAST} this run would have resumed it" if checkpoints else ""
         held = ", ".join([*checkpoints, *others])
         print(f"an unfinished run of this name ({held}) is kept as {folder.name}{suffix}{resumes}")
-    aside = next(place for place in places_aside(folder, suffix) if _may_be_replaced(place))
+    aside = next(
+        place
+        for place in places_aside(folder, suffix)
+        if not os.path.lexists(place) or (is_of_a_run(place) and not others_in(place))
+    )
     if aside.name != folder.name + suffix:
         print(f"{folder.name}{suffix} has files that no run wrote, and stays: the run before is kept as {aside.name}")
     elif others:
         print(f"the run before is kept as {aside.name}, with what no run wrote ({', '.join(others)})")
     shutil.rmtree(aside, ignore_errors=True)
     return folder.rename(aside)
-
-
-def _may_be_replaced(place: Path) -> bool:
-    """Return whether nothing is in a place, or an earlier run with nothing of others."""
-    return not os.path.lexists(place) or (is_of_a_run(place) and not others_in(place))
 
 
 def _completed(folder: Path) -> bool:

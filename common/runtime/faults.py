@@ -10,8 +10,8 @@ import os
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,25 +27,11 @@ POINTS = ("start", "load", "batch", "update", "validation", "written", "flushed"
 FIELDS = {"rank": int, "step": int, "times": int, "point": str, "once": str}
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A fault that the environment asks for; a rank, step or point of None stands for any.
+def asked_fault() -> tuple[str, dict[str, Any]]:
+    """Return the kind of fault that the environment asks for, and where: a rank, step or point that is left out is any.
 
-    Attributes:
-        times: At which arrival there it happens, from 1.
-        once: A file that is made when it happens, and keeps it from happening again after a restart.
-    """
-
-    kind: str
-    rank: int | None = None
-    step: int | None = None
-    point: str | None = None
-    times: int = 1
-    once: str = ""
-
-
-def asked_fault() -> Fault:
-    """Return the fault that the environment asks for.
+    `times` says at which arrival there it happens, from 1; `once` names a file that is made when it happens, and keeps
+    it from happening again after a restart.
 
     Raises:
         BadInputError: If it is not written as in this module's docstring.
@@ -53,29 +39,29 @@ def asked_fault() -> Fault:
     asked = os.environ[VARIABLE]
     kind, *pairs = asked.split()
     try:
-        fault = Fault(kind, **{name: FIELDS[name](value) for name, value in (pair.split("=", 1) for pair in pairs)})
+        where = {name: FIELDS[name](value) for name, value in (pair.split("=", 1) for pair in pairs)}
     except (KeyError, ValueError):
-        fault = None
-    if fault is None or kind not in KINDS or fault.point not in (None, *POINTS):
+        kind = ""
+    if kind not in KINDS or where.get("point", POINTS[0]) not in POINTS:
         raise BadInputError(f"{VARIABLE} is {asked!r}: write it as 'kill rank=1 step=7 point=batch'.")
-    return fault
+    return kind, where
 
 
-_arrivals: Counter[Fault] = Counter()  # of this process, where a fault was asked for
+_arrivals: Counter[str] = Counter()  # of this process, by what was asked for
 
 
 def asked_at(point: str, step: int) -> str | None:
     """Return the kind of fault that is asked for here and now, if any."""
-    fault, rank = asked_fault(), int(os.environ.get("RANK", "0"))
-    is_here = fault.rank in (None, rank) and fault.step in (None, step) and fault.point in (None, point)
-    if not is_here or (fault.once and Path(fault.once).exists()):
+    kind, where = asked_fault()
+    here, once = {"rank": int(os.environ.get("RANK", "0")), "step": step, "point": point}, where.get("once")
+    if any(where.get(name, value) != value for name, value in here.items()) or (once and Path(once).exists()):
         return None
-    _arrivals[fault] += 1
-    if _arrivals[fault] != fault.times:
+    _arrivals[os.environ[VARIABLE]] += 1
+    if _arrivals[os.environ[VARIABLE]] != where.get("times", 1):
         return None
-    if fault.once:
-        Path(fault.once).touch()
-    return fault.kind
+    if once:
+        Path(once).touch()
+    return kind
 
 
 def fault_at(point: str, step: int, model: torch.nn.Module | None = None) -> None:

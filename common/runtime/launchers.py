@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -41,11 +42,12 @@ def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list
     return torchrun_command(script, run.world_size, *overrides)
 
 
-def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world_size: int) -> None:
+def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world_size: int, instead: str = "") -> None:
     """Run a workflow on `world_size` ranks by Accelerate's `notebook_launcher`; they meet in a file.
 
-    `workflow_module` is imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where
-    CUDA, an Accelerator or bitsandbytes (which PEFT imports) came to life before.
+    `instead` names another function, `module.function`, to run with the workflow's settings. `workflow_module` is
+    imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where CUDA, an Accelerator or
+    bitsandbytes (which PEFT imports) came to life before.
 
     Raises:
         BadInputError: If a rank refuses its input; nothing was written.
@@ -60,7 +62,7 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     try:
         notebook_launcher(
             _import_and_run,
-            args=(workflow_module, overrides),
+            args=(workflow_module, overrides, instead),
             num_processes=world_size,
             rdzv_backend="c10d",
             rdzv_conf={"store_type": "file"},
@@ -74,11 +76,12 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
         raise BadInputError(sentence) from None
 
 
-def _import_and_run(workflow_module: str, overrides: dict[str, object]) -> None:
+def _import_and_run(workflow_module: str, overrides: dict[str, object], instead: str) -> None:
     module = importlib.import_module(workflow_module)
     settings = hasattr(module, "SETTINGS")
     run = module.defaults_for(overrides["technique"], overrides["parallel"]) if settings else module.RUN
-    module.workflow(run.changed_to(**overrides))
+    work = resolve_name(instead) if instead else module.workflow
+    work(run.changed_to(**overrides))
 
 
 def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> None:

@@ -4,16 +4,17 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.planning.architectures import cached_commit
 
@@ -31,53 +32,33 @@ OWN_COLUMNS = ("where", "picture")
 OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
 
 
-@dataclass(frozen=True)
-class Member:
-    """What a rank says of its machine; all but rank and host must be the same everywhere.
+def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Return what this process says of its machine: all but `who` it is must be the same everywhere.
 
-    Attributes:
-        rows: Training rows of the whole data, before they are divided.
-        data: A digest of the rows.
-        model: The commit of a model of the Hub; of a folder a digest of its configuration and tokenizer, and of the
-            index, names, sizes and last bytes of its files of weights.
-        code: A digest of this repository's modules.
-        versions: Of Python and the packages that compute.
-        settings: The run's, except for its paths.
+    `data` is a digest of the training `rows` that it has read, before they are divided; `model` the commit of a model
+    of the Hub, or a digest of a folder; `code` a digest of this repository's modules.
     """
-
-    rank: int
-    host: str
-    rows: int
-    data: str
-    model: str
-    code: str
-    versions: Mapping[str, str]
-    settings: Mapping[str, object]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host})"
-
-
-def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> Member:
-    """Return what this process says of its machine; `rows` are the training rows that it has read."""
-    return Member(
-        rank=rank,
-        host=socket.gethostname(),
-        rows=len(rows),
-        data=digest_of_rows(rows),
-        model=digest_of_model(run),
-        code=digest_of_code(run),
-        versions={"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
-        settings={name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
-    )
+    return {
+        "who": f"rank {rank} ({socket.gethostname()})",
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
+        "code": digest_of_code(run),
+        "settings": {name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
+        "rows": len(rows),
+        "data": digest_of_rows(rows),
+        "model": digest_of_model(run),
+    }
 
 
 def digest_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
     """Return 12 hexadecimal digits of what rows hold, wherever their files are."""
+    contents = ({name: value for name, value in row.items() if name not in OWN_COLUMNS} for row in rows)
+    return _digest(json.dumps(content, sort_keys=True, default=str).encode() for content in contents)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
     digest = sha256()
-    for row in rows:
-        content = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
-        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:12]
 
 
@@ -87,44 +68,44 @@ def digest_of_model(run: RunConfig) -> str:
     Of the files of weights that is the index that says which weight is in which, their names, sizes and last bytes: to
     read all of a large model takes minutes.
     """
-    folder = next((path for path in (Path(run.model).expanduser(), REPOSITORY / run.model) if path.is_dir()), None)
+    folder = find_here(run.model, os.path.isdir)
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
-    digest = sha256()
+    return _digest(_parts_of_model(folder))
+
+
+def _parts_of_model(folder: Path) -> Iterator[bytes]:
     for pattern in READ_WHOLE:
         for path in filter(Path.is_file, sorted(folder.glob(pattern))):
-            digest.update(path.name.encode() + path.read_bytes())
+            yield path.name.encode() + path.read_bytes()
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
+    yield json.dumps([(path.name, path.stat().st_size) for path in files]).encode()
     for path in files:
         with path.open("rb") as file:
             file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
-            digest.update(file.read())
-    return digest.hexdigest()[:12]
+            yield file.read()
 
 
 def digest_of_code(run: RunConfig) -> str:
     """Return 12 hexadecimal digits of the modules that the run executes: those of `common` and of its folder."""
-    digest = sha256()
-    for path in sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")]):
-        digest.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
+    paths = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
+    return _digest(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in paths)
 
 
-def check_members_agree(members: Sequence[Member]) -> None:
+def check_members_agree(members: Sequence[Mapping[str, Any]]) -> None:
     """Refuse machines that would not train one model on one set of rows; everyone sees the same list.
 
     Raises:
         BadInputError: With the names and both values.
     """
-    first = members[0]
-    for other in members[1:]:
-        for what in ("versions", "code", "settings", "rows", "data", "model"):
-            mine, theirs = _different(getattr(first, what), getattr(other, what))
-            if mine != theirs:
-                raise BadInputError(
-                    f"Machines differ: {first} has {what} {mine}, but {other} has {theirs}; give all the same."
-                )
+    first, *others = members
+    for other, what in product(others, ("versions", "code", "settings", "rows", "data", "model")):
+        mine, theirs = _different(first[what], other[what])
+        if mine != theirs:
+            raise BadInputError(
+                f"Machines differ: {first['who']} has {what} {mine}, but {other['who']} has {theirs}; give all the "
+                "same."
+            )
 
 
 def _different(mine: object, theirs: object) -> tuple[object, object]:

@@ -102,6 +102,7 @@ def start_rank(run: RunConfig) -> Rank:
         RuntimeError: If the process group has another size, backend or type than the run asks for.
     """
     check_world(run)
+    check_precision(run)
     end_with_launcher()
     fault_at("start", 0)
     name_deepspeeds_device()
@@ -191,6 +192,21 @@ def end_with_launcher() -> None:
 def accelerate_shards() -> bool:
     """Return whether `accelerate launch` was given a file with FSDP: then Accelerate shards the model, on GPUs."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
+
+
+def check_precision(run: RunConfig) -> None:
+    """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
+
+    Raises:
+        BadInputError: with both precisions.
+    """
+    asked = {"fp32": "no", "fp16-mixed": "fp16"}.get(run.precision, "bf16")
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if detect_launcher() == "acclaunch" and told not in ("no", asked):
+        raise BadInputError(
+            f"The run's precision is {run.precision}, but Accelerate was told mixed_precision {told}: "
+            "write 'no' into the file that `accelerate launch` reads."
+        )
 
 
 def leave_deepspeed_to_the_run(run: RunConfig) -> None:

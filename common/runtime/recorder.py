@@ -207,15 +207,12 @@ class RunRecorder:
             write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             where = self.folder.relative_to(self.folder.parents[1])
-            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", *self._next_command(), sep="\n")
+            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
+            if self.run.goal.chats:
+                place = self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder
+                print(f"talk to it: python -m common.chat {shlex.quote(str(place))}")
         self.stop()
         return record
-
-    def _next_command(self) -> list[str]:
-        """Return a line with the command that talks to the tuned model, of a run whose model chats."""
-        is_inside = self.folder.is_relative_to(REPOSITORY)
-        place = self.folder.relative_to(REPOSITORY) if is_inside else self.folder
-        return [f"talk to it: python -m common.chat {shlex.quote(str(place))}"] if self.run.goal.chats else []
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {

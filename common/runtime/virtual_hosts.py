@@ -135,7 +135,11 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
             for command in HOST_SETUP:
                 _command(command.format(switch=network.switch, host=host, interface=INTERFACE))
             _limit(host, network, mbit, delay_ms)
-        _name_each_other(hosts)
+        names = ["127.0.0.1 localhost", *(f"{host.address} host{host.number}" for host in hosts)]
+        for host in hosts:  # each finds all by name, as machines of one network do
+            folder = NAMED_FILES / host.namespace
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("\n".join(names) + "\n")
         yield network
     finally:
         _remove([*(host.namespace for host in hosts), network.switch])
@@ -144,15 +148,6 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
 def namespaces() -> list[str]:
     """Return the names of all virtual hosts and switches of this machine."""
     return [line.split()[0] for line in _command("ip netns list").splitlines() if NAME.match(line)]
-
-
-def _name_each_other(hosts: Sequence[VirtualHost]) -> None:
-    """Let every host find all by name, as machines of one network do."""
-    lines = ["127.0.0.1 localhost", *(f"{host.address} host{host.number}" for host in hosts)]
-    for host in hosts:
-        folder = NAMED_FILES / host.namespace
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:

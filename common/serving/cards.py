@@ -1,10 +1,11 @@
 """The card of what is handed on: base, licence, data, settings, scores and command, and no path of this machine."""
 
+import os
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
-from common.base.paths import REPOSITORY
+from common.base.paths import find_here
 from common.base.secrets import without_secrets
 from common.planning.architectures import is_hub_id
 from common.records.store import Record, fit_to_be_kept
@@ -65,15 +66,12 @@ def licence_of_base(tuned: TunedRun) -> dict[str, str]:
     model = tuned.recorded_base
     base = base_name(tuned)
     cached = try_to_load_from_cache(base, CARD_NAME, revision=tuned.run.model_revision or None) if "/" in base else None
-    places = [Path(model).expanduser() / CARD_NAME, REPOSITORY / model / CARD_NAME, cached]
-    for place in places:
-        if isinstance(place, str | Path) and Path(place).is_file():
-            said = ModelCard.load(place, ignore_metadata_errors=True).data.to_dict()
-            found = {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}
-            if not found.get("license_link", "https:").startswith("http"):
-                del found["license_link"]
-            return found if "license" in found else {}
-    return {}
+    card = find_here(Path(model) / CARD_NAME, os.path.isfile) or cached
+    said = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if isinstance(card, str | Path) else {}
+    found = {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}
+    if not found.get("license_link", "https:").startswith("http"):
+        del found["license_link"]
+    return found if "license" in found else {}
 
 
 def _licence_sentence(licence: dict[str, str]) -> str:

@@ -6,7 +6,6 @@
 /reset begins a new conversation, /quit or the end of the input (Ctrl-D) ends it.
 """
 
-import argparse
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +15,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, reading
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
-from common.data.answer_ends import stops_of_model
+from common.data.answer_ends import stops_of
 from common.models.loading import longest_readable
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 
@@ -70,7 +69,7 @@ class Conversation:
                 sanitize_control_tokens=True,
             )
         new_tokens = min(self.max_new_tokens, self._room(model, batch["input_ids"].shape[1]))
-        stops = stops_of_model(tokenizer, model)
+        stops = stops_of(tokenizer, model.generation_config.eos_token_id)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         print(f"{name:>5} > ", end="", flush=True)
         generated = model.generate(
@@ -119,8 +118,9 @@ def talk(conversation: Conversation) -> None:
                 print(f"error: {refused}")
 
 
-def read_options() -> argparse.Namespace:
-    """Return the command line's options.
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line.
 
     Raises:
         BadInputError: a value is out of range.
@@ -135,13 +135,6 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.max_new_tokens < 1 or options.temperature < 0:
         raise BadInputError("--max_new_tokens must be 1 or more, and --temperature 0 or more.")
-    return options
-
-
-@refused_in_one_sentence()
-def main() -> None:
-    """Run the command line."""
-    options = read_options()
     models = load_models(find_run(options.run, options.base))
     conversation = Conversation(models, options.max_new_tokens, options.temperature, options.system)
     if options.question:

@@ -21,7 +21,7 @@ from peft.utils import CONFIG_NAME
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError, said_by
+from common.base.errors import BadInputError, reading
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.data.answer_ends import save_stops, saved_stops
@@ -32,8 +32,10 @@ from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
 from common.serving.ollama_file import MODELFILE, export_ollama
 from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
-FOLDERS = {"merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama"}
-"""Folders in the run's results, by `--to`, where no `--output` is named."""
+FOLDERS = {
+    "merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
+}  # fmt: skip
+"""What is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights."""
 WEIGHT_TYPE = "f16"
 VLLM_LEAST_RANK = 8
 
@@ -45,10 +47,15 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
         BadInputError: the run has no whole model any more, or the folder exists.
     """
     check_holds(tuned, tuned.whole_model, "config.json")
+    return _copied(tuned, tuned.whole_model, output)
+
+
+def _copied(tuned: TunedRun, source: Path, output: Path) -> Path:
+    """Copy a folder with a model, or an adapter, and its tokenizer; write where generation stops, and the card."""
     check_new(output)
-    card, tokenizer = card_of(tuned), read_tokenizer(tuned.whole_model)
-    saved_stops(tuned.whole_model, tokenizer)  # refused before anything is written
-    shutil.copytree(tuned.whole_model, output)
+    card, tokenizer = card_of(tuned, is_adapter=source != tuned.whole_model), read_tokenizer(source)
+    saved_stops(source, tokenizer)  # refused before anything is written
+    shutil.copytree(source, output)
     save_stops(output, tokenizer)  # runs of an older version did not
     card.save(output / CARD_NAME)
     return output
@@ -73,15 +80,10 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
         check_holds(tuned, adapter, name)
     check_adapter(adapter)
-    check_new(output)
-    card, tokenizer = card_of(tuned, is_adapter=True), read_tokenizer(adapter)
-    saved_stops(adapter, tokenizer)  # as above
-    shutil.copytree(adapter, output)
-    save_stops(output, tokenizer)
+    _copied(tuned, adapter, output)
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    card.save(output / CARD_NAME)
     return output
 
 
@@ -136,22 +138,13 @@ def upload(folder: Path, repo_id: str) -> str:
     if not get_token():
         raise BadInputError("There is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
-    try:
+    with reading(repo_id, "Look at --repo_id and the token.", "uploaded"):
         address = api.create_repo(repo_id, private=True, exist_ok=True)
         api.upload_folder(folder_path=folder, repo_id=repo_id)
-    except Exception as error:  # offline, no access, a name that is taken: each has a class of its own
-        raise BadInputError(
-            f"{repo_id} was not uploaded ({said_by(error)}): look at --repo_id and the token."
-        ) from None
     return str(address)
 
 
-def read_options() -> argparse.Namespace:
-    """Return the command line's options.
-
-    Raises:
-        BadInputError: a name is missing, or an option is for another `--to`.
-    """
+def _options() -> argparse.Namespace:
     parser = OneSentenceParser(prog="python -m common.export", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
     parser.add_argument(
@@ -182,32 +175,25 @@ def read_options() -> argparse.Namespace:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    options = read_options()
+    options = _options()
     tuned = find_run(options.run)
-    if options.to == "gguf":
-        check_holds(tuned, tuned.whole_model, "config.json")
-        file = options.output or tuned.folder / f"tuned-{options.weight_type}.gguf"
-        print(f"model and tokenizer: {export_gguf(tuned.whole_model, file, options.weight_type)}")
-        print(f"serve it: {shlex.join(['llama-server', '--jinja', '-m', str(file)])}")
-        return
-    folder = options.output or tuned.folder / FOLDERS[options.to]
-    if options.to == "hub":
-        check_holds(tuned, tuned.whole_model, "config.json")
-    if options.to == "ollama":
-        _to_ollama(tuned, folder, options.weight_type)
-    elif options.to == "adapter":
+    folder = options.output or tuned.folder / FOLDERS[options.to].format(options.weight_type)
+    if options.to == "adapter":
         _to_adapter(tuned, folder)
+        return
+    check_holds(tuned, tuned.whole_model, "config.json")
+    if options.to == "gguf":
+        print(f"model and tokenizer: {export_gguf(tuned.whole_model, folder, options.weight_type)}")
+        print(f"serve it: {shlex.join(['llama-server', '--jinja', '-m', str(folder)])}")
+    elif options.to == "ollama":
+        _to_ollama(tuned, folder, options.weight_type)
     elif not (options.push and is_exported(tuned, folder)):  # it may be there already, listed without --push
-        _to_merged(tuned, folder)
+        print(f"model, tokenizer and card: {export_merged(tuned, folder)}")
+        print(f"serve it: {shlex.join(['vllm', 'serve', str(folder)])}")
     if options.to == "hub":
         for file in sorted(folder.iterdir()):
             print(f"{file.stat().st_size / 2**20:>10,.1f} MiB  {file.name}")
         print(f"uploaded: {upload(folder, options.repo_id)}" if options.push else "not uploaded: pass --push")
-
-
-def _to_merged(tuned: TunedRun, folder: Path) -> None:
-    print(f"model, tokenizer and card: {export_merged(tuned, folder)}")
-    print(f"serve it: {shlex.join(['vllm', 'serve', str(folder)])}")
 
 
 def _to_adapter(tuned: TunedRun, folder: Path) -> None:
@@ -226,7 +212,6 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
 
 
 def _to_ollama(tuned: TunedRun, folder: Path, weight_type: str) -> None:
-    check_holds(tuned, tuned.whole_model, "config.json")
     check_new(folder)
     print(f"model and {MODELFILE}: {export_ollama(tuned.whole_model, folder, weight_type)}")
     name = tuned.folder.name

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -30,26 +29,11 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 
-@dataclass(frozen=True)
-class GgufFamily:
-    """How llama.cpp computes a family.
-
-    Attributes:
-        architecture: Its name in llama.cpp.
-        interleaves: Rotary embeddings turn neighbouring features in llama.cpp; in Transformers the features of a head's
-            first and second half.
-    """
-
-    architecture: str
-    interleaves: bool = False
-
-
-FAMILIES = {
-    "llama": GgufFamily("llama", interleaves=True),
-    "qwen2": GgufFamily("qwen2"),
-    "qwen3": GgufFamily("qwen3"),
-}
-"""By `model_type`."""
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Kinds of models (`model_type`), which llama.cpp calls alike."""
+INTERLEAVED = ("llama",)
+"""Those whose rotary embeddings turn neighbouring features in llama.cpp; in Transformers they turn the features of a
+head's first and second half."""
 BEGINS, WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {
@@ -90,15 +74,16 @@ def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
     from gguf import GGUFWriter  # here: an extra
 
     config, tokenizer = any_shape_config(str(folder)), read_tokenizer(folder)
-    family, pre_tokenizer = check_family(config), check_tokenizer(tokenizer)
+    check_family(config)
+    pre_tokenizer = check_tokenizer(tokenizer)
     unfinished = file.with_name(f".{file.name}.{uuid4().hex}")
-    writer = GGUFWriter(unfinished, family.architecture, use_temp_file=True)  # else it holds all weights until the end
+    writer = GGUFWriter(unfinished, config.model_type, use_temp_file=True)  # else it holds all weights until the end
     add_shape(writer, config, weight_type)
     add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size, saved_stops(folder, tokenizer))
     how = {"dtype": "auto", "attn_implementation": "eager", "trust_remote_code": False}
     with reading(f"The model {folder}", "Repeat the run.", "loaded"):
         model = AutoModelForCausalLM.from_pretrained(folder, **how)
-    add_weights(writer, model, family, weight_type)
+    add_weights(writer, model, weight_type)
     file.parent.mkdir(parents=True, exist_ok=True)  # now that nothing is refused any more
     try:
         writer.write_header_to_file()
@@ -110,11 +95,11 @@ def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
         unfinished.unlink(missing_ok=True)
 
 
-def check_family(config: PretrainedConfig) -> GgufFamily:
-    """Return how llama.cpp computes a model.
+def check_family(config: PretrainedConfig) -> None:
+    """Refuse a model that llama.cpp does not compute, or only with settings that are not written here.
 
     Raises:
-        BadInputError: it does not, or only with settings that are not written here.
+        BadInputError: with its kind, or the setting.
     """
     if config.model_type not in FAMILIES:
         raise BadInputError(
@@ -129,7 +114,6 @@ def check_family(config: PretrainedConfig) -> GgufFamily:
                 f"The model has {what} ({value}), which is not written as GGUF here: use convert_hf_to_gguf.py of "
                 "llama.cpp on the folder that --to merged makes."
             )
-    return FAMILIES[config.model_type]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -165,20 +149,23 @@ def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) 
 
     stored = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_name("tuned")
-    writer.add_file_type(stored[weight_type])
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head)
-    writer.add_value_length(head)
-    writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    for add, value in (
+        (writer.add_name, "tuned"),
+        (writer.add_file_type, stored[weight_type]),
+        (writer.add_block_count, config.num_hidden_layers),
+        (writer.add_context_length, config.max_position_embeddings),
+        (writer.add_embedding_length, config.hidden_size),
+        (writer.add_feed_forward_length, config.intermediate_size),
+        (writer.add_head_count, config.num_attention_heads),
+        (writer.add_head_count_kv, config.num_key_value_heads),
+        (writer.add_key_length, head),
+        (writer.add_value_length, head),
+        (writer.add_rope_dimension_count, head),
+        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
+        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
+        (writer.add_vocab_size, config.vocab_size),
+    ):
+        add(value)
 
 
 def add_tokenizer(
@@ -203,21 +190,18 @@ def add_tokenizer(
     ])  # fmt: skip
     merges = _state(tokenizer)["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, number in (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
+        *zip(ends, stops.token_ids, strict=False),
     ):
         if number is not None:
             add(number)
-    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, number in zip(ends, stops.token_ids, strict=False):
-        add(number)
     writer.add_add_bos_token(begins_by_itself(tokenizer))
     templates = tokenizer.chat_template
-    if isinstance(templates, dict):
-        writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in templates.items()])
-    else:
-        writer.add_chat_template(without_marks(templates))
+    named = templates.items() if isinstance(templates, dict) else [("default", templates)]
+    writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in named])
 
 
 def without_marks(template: str) -> str:
@@ -225,7 +209,7 @@ def without_marks(template: str) -> str:
     return re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{#\1 \2#}", template)
 
 
-def add_weights(writer: "GGUFWriter", model: PreTrainedModel, family: GgufFamily, weight_type: str) -> None:
+def add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str) -> None:
     """Add every weight under llama.cpp's name; a head that is the embeddings is left out.
 
     Raises:
@@ -233,7 +217,8 @@ def add_weights(writer: "GGUFWriter", model: PreTrainedModel, family: GgufFamily
     """
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map, quantize
 
-    architecture = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == family.architecture)
+    kind = model.config.model_type
+    architecture = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == kind)
     names = get_tensor_name_map(architecture, model.config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -241,16 +226,16 @@ def add_weights(writer: "GGUFWriter", model: PreTrainedModel, family: GgufFamily
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if known is None:
             raise BadInputError(f"The model has the weight {name}, which llama.cpp does not know: use --to merged.")
-        kind = GGMLQuantizationType[weight_type.upper() if weight.ndim > 1 else "F32"]
-        if kind is GGMLQuantizationType.Q8_0 and weight.shape[-1] % 32:
+        stored = GGMLQuantizationType[weight_type.upper() if weight.ndim > 1 else "F32"]
+        if stored is GGMLQuantizationType.Q8_0 and weight.shape[-1] % 32:
             raise BadInputError(
                 f"Rows of {name} have {weight.shape[-1]} weights, but q8_0 stores blocks of 32: pass --weight_type f16."
             )
-        if family.interleaves and re.search(r"\.[qk]_proj\.", name):
+        if kind in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
             is_query = ".q_proj." in name
             heads = model.config.num_attention_heads if is_query else model.config.num_key_value_heads
             weight = interleaved(weight, heads)
-        writer.add_tensor(known, quantize(weight.float().contiguous().numpy(), kind), raw_dtype=kind)
+        writer.add_tensor(known, quantize(weight.float().contiguous().numpy(), stored), raw_dtype=stored)
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A finished run, found by its name, and its models, loaded as it trained them."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,8 +16,8 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_sta
 from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, closest, reading
-from common.base.paths import REPOSITORY
+from common.base.errors import BadInputError, begin_of, closest, reading
+from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.rows import shown
 from common.models.loading import load_base_model, load_tokenizer
@@ -100,9 +101,9 @@ def find_run(name: str, base: str = "") -> TunedRun:
 
 
 def _find_folder(name: str) -> Path:
-    for place in (Path(name).expanduser(), Path("results") / name, REPOSITORY / name):
-        if (place / RECORD_NAME).is_file():
-            return place.resolve()
+    for place in (name, Path("results") / name):
+        if record := find_here(Path(place) / RECORD_NAME, os.path.isfile):
+            return record.parent.resolve()
     known = {
         str(path.parent.relative_to(REPOSITORY)): path.parent
         for path in REPOSITORY.glob(f"*/run_*/results/*/{RECORD_NAME}")
@@ -187,7 +188,7 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
     if slow:
         raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has the pattern {shown(slow)[:60]!r}, which no run makes. {AGAIN}"
+            f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}"
         )
     return settings
 
@@ -213,8 +214,7 @@ def _texts(names: object) -> list[str]:
 
 def _check_base(tuned: TunedRun) -> None:
     base = tuned.run.model
-    is_here = any(place.is_dir() for place in (Path(base).expanduser(), REPOSITORY / base))
-    if is_here or is_hub_id(base) or tuned.run.weights == "random":
+    if find_here(base, os.path.isdir) or is_hub_id(base) or tuned.run.weights == "random":
         return
     if base == tuned.recorded_base:
         raise BadInputError(

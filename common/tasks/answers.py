@@ -22,7 +22,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
-from common.data.answer_ends import stops_of_model
+from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
@@ -320,7 +320,7 @@ def generate_answers(
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     if "picture" in rows[0]:
         batch.update(pixels_of([row["picture"] for row in rows], tokenizer, picture_noise))
-    stops = stops_of_model(tokenizer, model)
+    stops = stops_of(tokenizer, model.generation_config.eos_token_id)
     generated = model.generate(
         **batch.to(model.device), max_new_tokens=max_new_tokens, do_sample=False, **stops.settings(tokenizer)
     )

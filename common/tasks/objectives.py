@@ -1,7 +1,6 @@
 """What a model learns to predict: how rows become a batch, what a row's losses are, and what is best."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -39,9 +38,6 @@ class Objective:
         pair_loss, pair_results: Where a row's loss compares two answers: the sum of a batch's losses, and what each row
             counts for, from the run, the model, what is called in training, and a batch.
         prepare: What is done to a model before it trains.
-        fake_loss: For dry runs, where the loss is no loss of labels: from the run, the model that is trained, and that
-            model as it is called (say in DDP), a loss of `inputs` whose tensors have no numbers to be read.
-        like_gpu: For dry runs, what has that loss work as on a GPU, where so many of the last positions have labels.
     """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
@@ -55,10 +51,6 @@ class Objective:
     pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
     pair_results: Callable[[RunConfig, Any, dict[str, Any]], torch.Tensor] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
-    fake_loss: Callable[[RunConfig, PreTrainedModel, torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] | None = (
-        None
-    )
-    like_gpu: Callable[[int], AbstractContextManager[None]] = nullcontext
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:

@@ -8,20 +8,16 @@ model, the one before this training, finds of it:
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
-from unittest import mock
 
 import torch
 import trl.trainer.utils
 from peft import PeftModel
-from torch.nn.functional import logsigmoid, pad
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl.kernels import chunked_logprob
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
@@ -147,63 +143,10 @@ def pair_metrics(sums: torch.Tensor) -> dict[str, float]:
     return {VALIDATION_LOSS: loss / count, ACCURACY: won / count, MARGIN: margin / count}
 
 
-def fake_pair_loss(
-    run: RunConfig, model: PreTrainedModel, called: torch.nn.Module, inputs: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return DPO's loss as TRL computes it, of inputs without numbers; `labels` are of shape (2 pairs, tokens).
-
-    With adapters the reference is the model without them; else what it found is known. `model` was prepared.
-    """
-    now = called(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
-    reference = [torch.zeros_like(each) for each in now]
-    if run.method.has_adapters:
-        with torch.no_grad(), model.disable_adapter():
-            reference = model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
-    return pair_results(now, reference, run.beta)[:, 0].mean()
-
-
 def prepare_for_pairs(model: PreTrainedModel | PeftModel) -> None:
     """Switch a model's dropout off, so that it begins as the reference, and give it the head that finds log-probs."""
     disable_dropout_in_model(model)
     with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model)
-
-
-@contextmanager
-def like_triton(labelled: int) -> Iterator[None]:
-    """Have TRL's head work on fake tensors as its Triton kernels do: within the tile, on positions with a label alone.
-
-    Which those are cannot be read from fake labels: they are the last `labelled` of each sequence. Of 16 bits CUDA adds
-    products to fp32 without copies.
-    """
-
-    def nothing(*_: object, **__: object) -> None:
-        return None
-
-    in_place = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), nothing)
-    with (
-        mock.patch.multiple(chunked_logprob, **in_place),
-        mock.patch.object(trl.trainer.utils, "_use_triton", return_value=True),
-        _LastPositions(labelled),
-    ):
-        yield
-
-
-class _LastPositions(TorchFunctionMode):
-    """Answers what only a mask's numbers tell: it chooses the last positions of each sequence."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
-            return args[0][:, -self.count :].flatten(0, 1)
-        if func is torch.Tensor.masked_scatter:
-            everywhere, _, values = args
-            return pad(values.view(len(everywhere), self.count), (everywhere.shape[1] - self.count, 0))
-        return func(*args, **(kwargs or {}))
 
 
 PAIRS = Objective(
@@ -216,8 +159,6 @@ PAIRS = Objective(
     pair_loss=dpo_loss,
     pair_results=dpo_results,
     prepare=prepare_for_pairs,
-    fake_loss=fake_pair_loss,
-    like_gpu=like_triton,
 )
 
 

@@ -1,1 +1,1 @@
-"""Training: the Trainer and the written-out loop, a strategy for each parallelism, checkpoints, export, callbacks."""
+"""Training: the loop over steps, what a rank holds with each parallelism, checkpoints, export, callbacks."""

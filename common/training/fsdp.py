@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import load_rows, mesh_of
+from common.models.divided import load_rows
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.trained_weights import with_trained_weights
@@ -41,8 +41,10 @@ class Shards(Part):
     is_whole = False
 
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
-        """Check that `module`, which comes from `load_shards`, is divided."""
+        """Check that `module`, which comes from `shard`, is divided, and say how."""
         check_fully_sharded(module, run.shard_ranks)
+        if rank.is_main:
+            print(describe_wrapping(module))
         self.autocasts = mixed_precision(run).param_dtype is None  # adapters are fp32 beside a base in bf16
         super().__init__(module, run, rank)
 
@@ -76,22 +78,20 @@ def _shard_group(model: Model) -> dist.ProcessGroup:
     return mesh.get_group(mesh.ndim - 1)
 
 
-def load_shards(run: RunConfig, rank: Rank) -> Model:
-    """Return the model to train, divided among the ranks, of which each has loaded its part alone; on every rank.
-
-    Where Accelerate was launched with an FSDP file, its own function divides it, as that file says.
+def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
+    """Return the model to train, of which each rank has loaded its part of every weight alone; called on every rank.
 
     Raises:
-        BadInputError: the model lacks a class to wrap, or layers to train.
+        BadInputError: the model lacks layers to train.
     """
-    mesh = mesh_of(rank, run)
-    plugin = FullyShardedDataParallelPlugin() if accelerate_shards() else None  # by its file's variables
+    plugin = plugin_of_file()
     offloads = bool(plugin.cpu_offload) if plugin else run.offload == "cpu"
-    model = with_trained_weights(load_rows(run, rank, mesh, offloads), run)
-    model = shard_by_accelerate(model, run, plugin, rank.device) if plugin else shard(model, run, mesh)
-    if rank.is_main:
-        print(describe_wrapping(model))
-    return model
+    return with_trained_weights(load_rows(run, rank, mesh, offloads), run)
+
+
+def plugin_of_file() -> FullyShardedDataParallelPlugin | None:
+    """Return what Accelerate was launched with, if that was an FSDP file, by the variables that stand for it."""
+    return FullyShardedDataParallelPlugin() if accelerate_shards() else None
 
 
 def _check_left_to_accelerate(run: RunConfig) -> None:
@@ -147,11 +147,14 @@ def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
 
-    What ranks hold parts of already (`load_rows`) stays where it is.
+    What ranks hold parts of already (`load_parts`) stays where it is. Where Accelerate was launched with an FSDP file,
+    its own function divides the model, as that file says.
 
     Raises:
         BadInputError: see `modules_to_wrap`.
     """
+    if plugin := plugin_of_file():
+        return shard_by_accelerate(model, run, plugin, mesh.device_type)
     wrapped = modules_to_wrap(model, run.wrap)
     about = {
         "mesh": mesh,

@@ -129,9 +129,6 @@ class TrainingLoop:
         self.args = training_arguments(run, log.folder / "checkpoints", keeps=log.keeps, run_name=log.run_name)
         self.part = part_class(run)(module, run, log.rank)
         self.model, self.objective = self.part.model, self.part.objective
-        if run.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self.model.train()
         self.part.optimizer = self.optimizer = optimizer or make_optimizer(self.model, run)
         self.collate = self.objective.collator(tokenizer, self.model, run)
         self.batches = self._draw()

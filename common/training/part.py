@@ -55,8 +55,8 @@ SHARDS = "shards"
 """Folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them."""
 # of what every rank has whole, one writes all
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-"""States by their weights' names, which stages of a pipeline do not share; what is frozen is not in a checkpoint."""
+WHAT_IS_TRAINED = StateDictOptions(strict=False)
+"""What is frozen is not in a checkpoint."""
 
 
 class Part:
@@ -67,10 +67,12 @@ class Part:
         model: What is trained.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
         measures_usage: Whether what a rank holds and sends is measured in the second step.
+        optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
 
     is_whole = autocasts = True
+    optimizer_name = "optimizer"
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
@@ -95,7 +97,7 @@ class Part:
         """
 
     def _set_up(self) -> None:
-        """Give the model its kernels, its loss in chunks, and borders between rows that lie end to end."""
+        """Have the model compute as the run asks: by which kernels, the loss in chunks, layers a second time."""
         if self.run.use_liger_kernel:
             apply_liger_kernel(self.model, None)
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
@@ -106,6 +108,9 @@ class Part:
             separate_rows(self.model)
         if self.run.torch_compile:
             compile_layers(self.model)
+        if self.run.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": self.run.use_reentrant})
+        self.model.train()
 
     # -- a step
 
@@ -253,7 +258,8 @@ class Part:
         weights = get_model_state_dict(self.model).items()
         parts = {"model": {name: weight for name, weight in weights if name in trained}}
         if is_full:
-            parts["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+            # not flattened: bitsandbytes' states are then not found again
+            parts[self.optimizer_name] = get_optimizer_state_dict(self.model, self.optimizer)
         return parts
 
     def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
@@ -268,9 +274,10 @@ class Part:
         parts = self.state(is_full)
         reader = SafeReader(str(folder / SHARDS))
         dcp.load(parts, storage_reader=reader, planner=SafePlanner(), no_dist=self.is_whole)
-        set_model_state_dict(self.model, parts["model"], options=FLAT)
+        set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
         if is_full:
-            set_optimizer_state_dict(self.model, self.optimizer, parts["optimizer"], options=FLAT)
+            states = parts[self.optimizer_name]
+            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
 
     # -- one model of all parts
 

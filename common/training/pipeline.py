@@ -28,7 +28,6 @@ from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
 from common.training.answer_logits import loss_is_chunked, on_device
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
 """Each has buffers for the hidden states of a whole batch: on a GPU they would add up over the batches' shapes. A new
 one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
@@ -207,11 +206,6 @@ class TimedStage(PipelineStage):
 # -- schedules
 
 
-def pipeline_of(stage: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> "Pipeline":
-    """Return the pipeline of this rank's `stage`, from `trained_stage`, whose schedule is the run's."""
-    return Pipeline(StageModule(stage, run, rank), run, rank)
-
-
 class Pipeline:
     """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept.
 
@@ -331,6 +325,7 @@ class Pipeline:
         return self.schedules[key]
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
+        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         hidden = torch.empty(
             (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
@@ -347,7 +342,8 @@ class Pipeline:
         )
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
         loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
-        return SCHEDULES[name](stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
+        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
+        return schedule(stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
         """Return the loss of one micro-batch; see `StageModule.loss`."""

@@ -26,10 +26,11 @@ class Stage(Part):
     is_whole = False
 
     def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
-        """`module` comes from `pipeline_of`, and times its passes."""
+        """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
         super().__init__(module.module.model, run, rank)
         self.measures_usage = False
+        self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod
     def check(cls, run: RunConfig) -> None:

@@ -118,8 +118,6 @@ def check_resumable(
 ) -> None:
     """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
 
-    What an older checkpoint does not say is not compared.
-
     Raises:
         BadInputError: what it is of, and what the run is.
     """
@@ -131,11 +129,14 @@ def check_resumable(
 def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a checkpoint's parts or rows are not this run's."""
     if about.get("form") != FORM:
-        yield "that an older version of this repository wrote, in files that this one does not read: begin anew"
+        yield (
+            "that an older version of this repository wrote, in files that this one does not read: leave "
+            "--resume_from_checkpoint out to begin anew"
+        )
     changed = "make them equal, or rows would be skipped or repeated"
     parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
     are_whole = all(each.is_single or each.replicates for each in parallelisms)
-    differs = {name: about[name] != own[name] for name in own if name in about}
+    differs = {name: about[name] != own[name] for name in own}
     problems = [
         (
             about.get(HOLDS) == WEIGHTS,
@@ -175,22 +176,22 @@ def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iter
     """Yield in what a checkpoint's run differs from this one, which goes on from it as the same run."""
     anew = "leave --resume_from_checkpoint out to begin anew"
     settings = own["settings"]
-    for name, was in about.get("settings", {}).items():
+    for name, was in about["settings"].items():
         if name in settings and settings[name] != was:
             yield f"with {name} {was}, but this run's is {settings[name]}: pass --{name} {was}, or {anew}"
-    if about.get("model", own["model"]) != own["model"]:
+    if about["model"] != own["model"]:
         yield (
             f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
             f"it was trained on, or {anew}"
         )
-    for split, digest in about.get("data", {}).items():
+    for split, digest in about["data"].items():
         if own["data"].get(split, digest) != digest:
             yield (
                 f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
                 f"rows in the same order, or {anew}"
             )
     rate, schedule = own["peak_learning_rate"], settings["lr_scheduler_type"]
-    rate_was = about.get("peak_learning_rate", rate)
+    rate_was = about["peak_learning_rate"]
     if rate_was != rate and schedule in BY_MEASUREMENT:
         yield (
             f"with the learning rate {rate_was:g}, but this run's is {rate:g}, and the schedule {schedule} sets it "
@@ -199,11 +200,9 @@ def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iter
 
 
 def say_changes(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> list[str]:
-    """Return lines of what a run that resumes does otherwise than before, or what could not be compared."""
-    if "settings" not in about:
-        return [f"note: {folder.name} is of an older version, and does not say its settings and rows: compare them"]
+    """Return lines of what a run that resumes does otherwise than before."""
     step, rate, steps = steps_at(folder), run.peak_learning_rate, run.total_steps(rows)
-    lines, rate_was, steps_were = [], about.get("peak_learning_rate", rate), about.get("steps", steps)
+    lines, rate_was, steps_were = [], about["peak_learning_rate"], about["steps"]
     if rate_was != rate:
         lines.append(f"note: the peak learning rate is {rate:g} from here, and was {rate_was:g}")
     if steps_were != steps and not run.lr_scheduler_type.startswith("constant"):

@@ -59,8 +59,10 @@ class Columns(Part):
     is_whole = False
 
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
-        """Check that every matrix of the plan is divided, and nothing else; `module` comes from `load_split`."""
+        """Check that every matrix of the plan is divided, and nothing else; `module` comes from `split_by_plan`."""
         check_split(module, rank.world_size)
+        if rank.is_main:  # the others hold as much
+            print(f"tensor parallel: each rank {describe_split(module)}")
         super().__init__(module, run, rank)
 
     @classmethod
@@ -92,19 +94,16 @@ class Columns(Part):
         return own
 
 
-def load_split(run: RunConfig, rank: Rank) -> Model:
-    """Return the model to train with this rank's columns and rows of each layer's matrices, which alone it has loaded.
-
-    Called on every rank.
-    """
+def mesh_of_all(rank: Rank) -> DeviceMesh:
+    """Return the devices of all ranks in a row; called on every rank."""
     # without names: PEFT would make adapters for this rank's part of a matrix, which `split_by_plan` divides
-    mesh = init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
+    return init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
+
+
+def load_columns(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
+    """Return the model to train, of which each rank has loaded its part of each layer's matrices; on every rank."""
     planned = planned_dimensions(model_without_weights(run))
-    base = load_divided(run, rank.device, Division(mesh, planned.get))
-    model = split_by_plan(with_trained_weights(base, run), mesh)
-    if rank.is_main:  # the others hold as much
-        print(f"tensor parallel: each rank {describe_split(model)}")
-    return model
+    return with_trained_weights(load_divided(run, rank.device, Division(mesh, planned.get)), run)
 
 
 # -- the plan
@@ -166,7 +165,7 @@ def planned_dimensions(model: Model) -> dict[str, int | None]:
 def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
     """Divide every layer's matrices among the ranks of `mesh`, in place; values are those of its first rank.
 
-    What ranks hold parts of already (`load_divided`) stays as it is.
+    What ranks hold parts of already (`load_columns`) stays as it is.
 
     Raises:
         BadInputError: see `check_divisible`; nothing was divided then.

@@ -10,11 +10,11 @@ import pytest
 
 from common.base.errors import BadInputError
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, virtual_network
-from tests.network.virtual_links import cut, join, namespaces_refused
+from tests.network.virtual_links import cut, join
+from tests.network.workers import needs_hosts
 from tests.pace import patient
 
-refusal = namespaces_refused()
-pytestmark = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
+pytestmark = needs_hosts
 
 LISTEN = "import socket, sys; s = socket.create_server(('', 5000)).accept()[0]; s.send(b'x' * int(sys.argv[1]))"
 READ = """

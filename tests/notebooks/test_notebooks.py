@@ -238,6 +238,11 @@ def test_a_cell_calls_a_step_as_the_workflow_does(path: Path) -> None:
     named = {call.replace("steps.", "") for call in steps}
     assert len(named) >= 6
     assert named <= taken
+    assert loops_in(workflow.read_text(encoding="utf-8")) <= loops_in(cells)
+
+
+def loops_in(source: str) -> set[str]:
+    return {ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.For)}
 
 
 def calls_in(source: str) -> list[ast.Call]:

@@ -2,58 +2,62 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.run_config import RunConfig
-from common.models.shards import local_part
+from common.models.shards import host_copy, local_part
 from common.runtime.world import Rank
 from common.training.checkpoints import UnfinishedCheckpoint, verify
-from common.training.fsdp import Fsdp
+from common.training.fsdp import Shards, shard
 from tests.unit.ranks import tell
 
 RUN = RunConfig(technique="full", parallel="fsdp", devices=2)
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
-def divided(rank: Rank) -> Fsdp:
+def divided(rank: Rank) -> Shards:
     """A toy model in shards, and its optimizer."""
     torch.manual_seed(0)
-    strategy = Fsdp(RUN, rank)
-    strategy.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
-    fully_shard(strategy.model, mesh=init_device_mesh("cpu", (2,)))
-    strategy.optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=0.1)
-    return strategy
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **TINY))
+    part = Shards(shard(model, RUN, init_device_mesh("cpu", (2,))), RUN, rank)
+    part.optimizer = torch.optim.AdamW(part.model.parameters(), lr=0.1)
+    return part
 
 
-def held_after(steps: int, strategy: Fsdp) -> list[torch.Tensor]:
+def held_after(steps: int, part: Shards) -> list[torch.Tensor]:
     """Take steps, in which ranks send to each other; copy this rank's shards of weights and states, and the counts."""
+    ids = torch.arange(8).view(2, 4)
     for _ in range(steps):
-        strategy.model(torch.ones(4, 64)).square().mean().backward()
-        strategy.update()
-    states = [value for state in strategy.optimizer.state.values() for value in state.values()]
-    return [local_part(each).detach().clone() for each in (*strategy.model.parameters(), *states)]
+        part.model(input_ids=ids, labels=ids).loss.backward()
+        part.step()
+    states = [value for state in part.optimizer.state.values() for value in state.values()]
+    return [local_part(each).detach().clone() for each in (*part.model.parameters(), *states)]
 
 
 def main() -> None:
     """Two steps, a checkpoint while three more are taken, and that checkpoint loaded again."""
     torch.set_num_threads(1)
     rank = Rank(PartialState(cpu=True, backend="gloo").process_index, 2, "cpu", "torchrun")
-    strategy, folder = divided(rank), Path(sys.argv[1]) / "checkpoint-2"
-    then = held_after(2, strategy)
+    part, folder, group = divided(rank), Path(sys.argv[1]) / "checkpoint-2", dist.new_group(backend="gloo")
+    then = held_after(2, part)
     unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=rank.is_main)
-    with unfinished.being_written() as partial:
-        unfinished.background = strategy.write_in_background(partial, strategy.copied(is_full=True))
-    later, has_name = held_after(3, strategy), folder.exists()
+    write = partial(part.write, unfinished.partial, host_copy(part.state(is_full=True)), group)
+    unfinished.written = ThreadPoolExecutor(1).submit(unfinished.hashed, write)
+    later, has_name = held_after(3, part), folder.exists()
     while not unfinished.is_written():
         time.sleep(0.01)
     unfinished.commit()
     verify(folder)
-    strategy.load(folder)
-    loaded = held_after(0, strategy)
+    part.load(folder, is_full=True)
+    loaded = held_after(0, part)
     tell({
         "has_name": has_name,
         "differs": not any(map(torch.equal, later, then)),

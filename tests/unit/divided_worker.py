@@ -15,17 +15,18 @@ from unittest.mock import patch
 
 import torch
 from accelerate.utils import set_seed
-from common.training.strategy import strategy_class
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
+from common.models.divided import mesh_of
 from common.models.loading import load_base_model
 from common.models.shards import byte_count, tensors_of
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
-from common.training.fsdp import check_fully_sharded
-from common.training.tensor_parallel import check_split
+from common.training.fsdp import check_fully_sharded, load_parts, shard
+from common.training.part import part_class
+from common.training.tensor_parallel import check_split, load_columns, mesh_of_all, split_by_plan
 from tests.unit.ranks import gradients_of, largest, tell
 
 LLAMA, BERT = "llama", "bert"
@@ -119,17 +120,25 @@ def trained(model: torch.nn.Module) -> list[bool]:
     return [weight.requires_grad for weight in model.parameters()]
 
 
+def model_of(run: RunConfig, rank: Rank) -> torch.nn.Module:
+    """This rank's part of the model, as the workflows load and divide it."""
+    if run.parallel == "tp":
+        mesh = mesh_of_all(rank)
+        return split_by_plan(load_columns(run, rank, mesh), mesh)
+    mesh = mesh_of(rank, run)
+    return shard(load_parts(run, rank, mesh), run, mesh)
+
+
 def compare(case: str, folder: Path, rank: Rank) -> Found:
     run, found = run_of(case, folder), {}
-    strategy = strategy_class(run)(run, rank)
     set_seed(3)
     with (
         launched(case),
         growth(found),
-        patch.object(sys.modules[type(strategy).__module__], "with_trained_weights") as train,
+        patch.object(sys.modules[part_class(run).__module__], "with_trained_weights") as train,
     ):
         train.side_effect = lambda base, run: with_trained_weights(noted(base, found), run)
-        model = strategy.load_model()
+        model = model_of(run, rank)
     drawn = torch.rand(1).item()
     found["held"] = byte_count(tensors_of(model))
     if run.parallel == "tp":

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import torch
 import transformers
 from accelerate.utils import gather_object, wait_for_everyone
-from common.training.strategy import Batch, keep_answer_logits
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
@@ -27,8 +26,9 @@ from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
+from common.training.answer_logits import Batch, keep_answer_logits
 from common.training.pipeline import Pipeline, StageModule
-from common.training.pipeline_parallel import PipelineParallel, load_parts, sum_of_first_and_last
+from common.training.pipeline_parallel import Stage, sum_of_first_and_last
 from tests.unit.ranks import gradients_of, largest, tell
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
@@ -143,7 +143,6 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
         "saved": saved_difference(saved, run, whole),
         **forward_differences(pipeline, whole, batch, told),
         **gradient_differences(pipeline, whole, batch, told, case["tied"] and not is_lora),
-        "loaded again": loaded_again(stage, saved),
         "counts": wrong_counts(pipeline, whole, case["tied"]),
         "missing names": len((every ^ trained_of(whole).keys()) - {"lm_head.weight"}),
         "weights on this stage": len(dict(stage.named_parameters())) / len(dict(whole.named_parameters())),
@@ -218,9 +217,9 @@ def gradient_differences(
 
 
 def wrong_counts(pipeline: Pipeline, whole: torch.nn.Module, tied: bool) -> int:
-    """How far trained and multiplied weights, as the strategy counts them over all stages, are from the whole's."""
-    strategy = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
-    trained, multiplied = PipelineParallel.parameter_counts(strategy)
+    """How far trained and multiplied weights, as they are counted over all stages, are from the whole's."""
+    part = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
+    trained, multiplied = Stage.parameter_counts(part)
     looked_up = 0 if tied else whole.get_input_embeddings().weight.numel()
     expected = sum(weight.numel() for weight in whole.parameters()) - looked_up
     return abs(trained - sum(weight.numel() for weight in trained_of(whole).values())) + abs(multiplied - expected)
@@ -233,15 +232,6 @@ def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> flo
     else:
         plain = type(whole).from_pretrained(saved)
     return largest(plain.state_dict(), whole.state_dict())
-
-
-def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
-    """How far this stage's weights are from what they were, after they were lost and loaded."""
-    before = {name: weight.detach().clone() for name, weight in trained_of(stage).items()}
-    for weight in trained_of(stage).values():
-        weight.data.add_(1.0)
-    load_parts(stage, saved)
-    return largest(before, trained_of(stage))
 
 
 def main() -> None:

@@ -5,13 +5,13 @@ torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER CASE...: what each 
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 import transformers
-from common.training.strategy import Strategy
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,12 +25,13 @@ from common.base.run_config import RunConfig
 from common.models.shards import full_weights, local_part
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
+from common.training.optimizers import make_optimizer
+from common.training.part import Part
 from common.training.tensor_parallel import (
     PLAN,
     check_split,
     check_whole_weights_agree,
     clip_gradients,
-    separate_groups,
     split_by_plan,
     split_dimension,
 )
@@ -128,12 +129,12 @@ def trained(
     return losses, norms
 
 
+OPTIMIZERS = {"sgd": ("sgd", 0.5), "fused": ("adamw_torch_fused", 1e-3), "foreach": ("adamw_torch", 1e-3)}
+
+
 def optimizer_of(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [{"params": weights[::2], "weight_decay": 0.1}, {"params": weights[1::2], "weight_decay": 0.0}]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.5)
-    return torch.optim.AdamW(groups, lr=1e-3, **{name: True})
+    optim, learning_rate = OPTIMIZERS[name]
+    return make_optimizer(model, RunConfig(optim=optim, learning_rate=learning_rate, weight_decay=0.1))
 
 
 def relative(first: list[float], second: list[float]) -> float:
@@ -143,9 +144,8 @@ def relative(first: list[float], second: list[float]) -> float:
 def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
     steps, one, divided = batches(case[0], 5), toy(*case), split_by_plan(toy(*case), mesh)
     optimizer = optimizer_of(divided, "sgd")
-    separate_groups(optimizer)
     losses, norms = trained(one, optimizer_of(one, "sgd"), steps, clip_grad_norm_)
-    own_losses, own_norms = trained(divided, optimizer, steps, clip_gradients)
+    own_losses, own_norms = trained(divided, optimizer, steps, partial(clip_gradients, device="cpu"))
     check_whole_weights_agree(divided)
     return {
         **passes(case, mesh, steps[0]),
@@ -197,7 +197,7 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
     """Of the logits of what plain libraries load, and the divided model's."""
-    Strategy.export(SimpleNamespace(model=divided, rank=rank), folder)
+    Part.export(SimpleNamespace(model=divided, rank=rank, is_whole=False), folder)
     is_adapted = isinstance(divided, PeftModel)
     plain = (
         PeftModel.from_pretrained(base_toy(case[0]), folder) if is_adapted else type(divided).from_pretrained(folder)
@@ -219,10 +219,9 @@ def said_after_dropout(case: Case, mesh: DeviceMesh, name: str, seed: int, preci
     """Of a divided model's copies after three steps with dropout, its masks from `seed`."""
     divided = split_by_plan(toy(*case, dropout=0.1), mesh)
     optimizer = optimizer_of(divided, name)
-    separate_groups(optimizer)
     torch.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-        trained(divided, optimizer, batches(case[0], 3), clip_gradients)
+        trained(divided, optimizer, batches(case[0], 3), partial(clip_gradients, device="cpu"))
     return said(check_whole_weights_agree, divided)
 
 

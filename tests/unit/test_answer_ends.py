@@ -40,11 +40,6 @@ def template(end: str, marks: bool = False) -> str:
     )
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
-
-
 def changed(tokenizer: PreTrainedTokenizerBase, chat_template: Any, eos: str | None) -> PreTrainedTokenizerBase:
     tokenizer.chat_template, tokenizer.eos_token = chat_template, eos
     return tokenizer

@@ -10,9 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from common.training.strategy import trainer_takes_steps
-from common.training.trainer import training_arguments
-from transformers import GenerationConfig, SchedulerType, Trainer, set_seed
+from transformers import GenerationConfig, SchedulerType, TrainerState, set_seed
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError
@@ -22,6 +20,7 @@ from common.checks.optimizers import check_schedule
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import exchange_timeout
+from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
 
 BASES = {
     "lora": {},
@@ -111,22 +110,15 @@ def build(run: RunConfig, folder: Path) -> None:
     torch.Generator().manual_seed(run.seed * 10_007 + 1)
     assert exchange_timeout(run) < timedelta.max
     model = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
-    alone = run.changed_to(parallel="single", devices=1, loop="trainer") if run.world_size > 1 else run
-    arguments = training_arguments(alone, folder)
-    trainer = Trainer(model=model, args=arguments, eval_dataset=[{}])
-    steps = run.max_steps if run.max_steps > 0 else 10
-    trainer.create_optimizer_and_scheduler(steps)
+    optimizer, steps = make_optimizer(model, run), run.max_steps if run.max_steps > 0 else 10
     for weight in model.parameters():
         if weight.requires_grad:
             weight.grad = torch.ones_like(weight)
-    trainer.optimizer.step()
-    arguments.get_warmup_steps(steps)
-    trainer.state.compute_steps(arguments, steps)
-    if trainer_takes_steps(run) and not hasattr(trainer.lr_scheduler, "lr_lambdas"):
-        trainer.lr_scheduler.step(1.0)
-    else:
-        for _ in range(min(steps, 12)):
-            trainer.lr_scheduler.step()
+    optimizer.step()
+    TrainerState().compute_steps(training_arguments(run, folder), steps)
+    schedule = make_schedule(optimizer, run, steps)
+    for _ in range(min(steps, 12)):
+        schedule.step(*((1.0,) if waits_for_validation(schedule) else ()))
     GenerationConfig(max_new_tokens=run.max_new_tokens, num_beams=run.num_beams).validate()
     load_tokenizer(run)("a", truncation=True, max_length=run.max_length)
 

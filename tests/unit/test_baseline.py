@@ -8,7 +8,7 @@ import pytest
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.records.store import Record, kept_records
+from common.records.store import Record
 from common.reporting import pictures, summarization
 from common.reporting.compare import Comparison, json_of, labels_of, text_of
 from common.reporting.page_runs import values_of
@@ -22,11 +22,6 @@ QUALITY = ("lora", "ddp", "full", "mp", "pp", "sharding", "qlora")
 SHOWING = (*(f"{name}-quality" for name in QUALITY), "master", "summarization-loops", "summarization-front",
            "pictures-settings", "pictures-kinds", "pictures-front")  # fmt: skip
 NO_FIGURE = {"-", "before: score -, by MiniLM -, facts said -", "before: ROUGE-L -, to the letter -"}
-
-
-@pytest.fixture(scope="module")
-def records() -> list[Record]:
-    return kept_records()
 
 
 def without_baseline(record: Record) -> Record:
@@ -74,12 +69,12 @@ def test_runs_are_compared_in_what_they_became(records: list[Record], task: str)
     run = of_task(records, task)
     runs = [run, without_baseline(run)]
     comparison = Comparison(runs, labels_of(runs))
-    lines = {line.name: line.cells[1:] for line in comparison.quality()}
+    lines = {line.name: line.cells[1:] for line in comparison.parts()["quality"]}
     assert lines
     for both, after_alone in lines.values():
         if " -> " in both and both != "off -> off":
             assert after_alone == f"- -> {both.partition(' -> ')[2]}"
-    assert {line.name: line.values for line in comparison.settings()} == {"baseline": ["base", "none"]}
+    assert {line.name: line.values for line in comparison.parts()["settings"]} == {"baseline": ["base", "none"]}
     assert "- -> " in text_of(comparison, Path("picture.png"))
     pairs = json.loads(json_of(comparison, Path("picture.png")))["quality"].values()
     assert any(isinstance(values[1], list) and values[1][0] is None and values[1][1] for values in pairs)

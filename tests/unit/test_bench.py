@@ -28,7 +28,7 @@ from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
-from common.reporting.rates import OWN_MFU, mfu_of
+from common.reporting.publications import OWN_MFU, mfu_of
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}

@@ -120,7 +120,7 @@ def test_runs_that_do_not_compare_are_named_so(run: Record, part: str, change: d
 def test_a_setting_that_means_nothing_for_a_run_is_no_difference(run: Record) -> None:
     full = copy.deepcopy(run) | {"technique": "full"}
     full["config"] |= {"technique": "full", "lora_alpha": 16, "target_modules": "all-linear"}
-    names = {line.name for line in Comparison([run, full], ["a", "b"]).settings()}
+    names = {line.name for line in Comparison([run, full], ["a", "b"]).parts()["settings"]}
     assert names & {"technique", "lora_alpha"} == {"technique"}
 
 

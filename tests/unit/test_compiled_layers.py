@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.training.strategy import WholeModel
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
@@ -18,8 +16,9 @@ from common.models.compiled_layers import as_written, compile_layers
 from common.models.loading import load_base_model
 from common.models.trained_weights import with_trained_weights
 from common.runtime.world import Rank
-from common.training.ddp import ddp_settings
+from common.training.ddp import data_parallel
 from common.training.fsdp import modules_to_wrap
+from common.training.part import Part
 
 OF_2_MIB = {
     "vocab_size": 8, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -68,17 +67,17 @@ def test_a_layer_stays_one_graph_within_ddp() -> None:
     torch._dynamo.reset()
     model, ids = LlamaForCausalLM(LlamaConfig(**OF_2_MIB)), torch.arange(8).view(1, 8)
     compile_layers(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    DistributedDataParallel(model, **ddp_settings("cuda"))(input_ids=ids, use_cache=False)
+    data_parallel(model, Rank(0, 2, "cuda", "python"))(input_ids=ids, use_cache=False)
     assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_strategy_compiles_every_layer_where_it_is_asked_to(run_config: RunConfig, asked: bool) -> None:
+def test_a_part_compiles_every_layer_where_it_is_asked_to(run_config: RunConfig, asked: bool) -> None:
     """Those that FSDP gathers one at a time are all layers of the model."""
     run = replace(run_config, torch_compile=asked)
     model = trained_model(run)
     names = list(model.state_dict())
-    WholeModel(run, Rank(0, 1, "cpu", "python")).attach(model)
+    Part(model, run, Rank(0, 1, "cpu", "python"))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert compiled == (modules_to_wrap(model, "layers") if asked else [])
     assert list(model.state_dict()) == names

@@ -19,13 +19,20 @@ from trl.chat_template_utils import qwen2_5_chat_template
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import splits
-from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
+from common.data.batches import (
+    EpochBatches,
+    PartitionedBatches,
+    RepeatedBatch,
+    TrainingRows,
+    longest_batch,
+    make_collator,
+    partition,
+)
 from common.data.files import suffix_of
 from common.data.row_checks import say_few_steps
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row
 from common.data.splits import load_splits, tokens_of
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
-from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
 from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, write
 
@@ -161,11 +168,6 @@ TURNS = ["Who?", "Ann.", "When?", "At noon."]
 CONVERSATION = {
     "messages": [{"role": ("user", "assistant")[n % 2], "content": says} for n, says in enumerate(TURNS)],
 }
-
-
-@pytest.fixture
-def tokenizer(run_config: RunConfig) -> PreTrainedTokenizerBase:
-    return load_tokenizer(run_config)
 
 
 def learnt(tokenizer: PreTrainedTokenizerBase, train_on: str = "assistant") -> str:
@@ -317,17 +319,14 @@ def test_ranks_have_the_same_work() -> None:
     assert len({sum(lengths[row] for batch in batches for row in batch) for batches in ranks}) == 1
 
 
-@given(worlds)
+@given(worlds, st.integers(1, 3))
 @settings(max_examples=50, deadline=None)
-def test_each_rank_knows_the_rows_of_all_in_a_step(world: World) -> None:
-    rows, batch_size, world_size, epoch, seed = world
-    ranks = [EpochBatches([9] * rows, batch_size, world_size, rank, seed) for rank in range(world_size)]
-    for batches in ranks:
-        in_epoch(0, batches).rows_of_step(0)
-        batches.set_epoch(epoch)
-    for step, of_ranks in enumerate(zip(*ranks, strict=True), epoch * len(ranks[0])):
-        together = sorted(row for batch in of_ranks for row in batch if row != NO_ROW)
-        assert all(sorted(batches.rows_of_step(step)) == together for batches in ranks)
+def test_of_what_is_measured_each_step_has_the_same_batch_on_every_rank(world: World, accumulation_steps: int) -> None:
+    rows, batch_size, world_size, _, seed = world
+    for rank in range(world_size):
+        batches = RepeatedBatch(lengths_of(rows, seed), batch_size, world_size, rank, seed, accumulation_steps)
+        assert list(batches) == [list(range(rows))] * len(batches) == [list(range(rows))] * accumulation_steps
+        assert list(batches.steps()) == [list(range(rows))]
 
 
 @given(worlds, st.integers(1, 4))

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from common.training.strategy import keep_answer_logits
 from torch.profiler import ProfilerActivity, profile
 
 from common.base.errors import BadInputError
@@ -25,13 +24,11 @@ from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_dep
 from common.checks.fake_steps import (
     batch_inputs,
     build_model,
-    fake_group,
     fake_step,
     keep_share,
-    pipeline_alone,
+    stage_alone,
     take_step,
-    tracked_stage_steps,
-    tracked_steps,
+    tracked_step,
 )
 from common.checks.tried_rows import batch_of, batch_of_length, rows_of_length
 from common.data.pictures import open_picture
@@ -45,7 +42,7 @@ from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
 from common.runtime import memory_tracker
 from common.runtime.memory_tracker import Timeline
-from common.runtime.world import Rank
+from common.training.answer_logits import keep_answer_logits
 from tests.forked import run_forked
 
 SHAPE = {
@@ -91,7 +88,7 @@ def real_and_fake(run: RunConfig, batch: BatchShape) -> tuple[Timeline, Timeline
         config.num_labels = batch.classes
     fake = fake_step(run, config, batch, as_on_gpu=False)
     model = build_model(run, config)
-    return tracked_steps(run, model, batch_inputs(batch, model), as_on_gpu=False), fake
+    return tracked_step(run, model, batch_inputs(batch, model), as_on_gpu=False), fake
 
 
 @pytest.mark.parametrize("technique", ["lora", "full"])
@@ -109,9 +106,9 @@ def test_fake_tensors_take_what_real_ones_take(
     )
     profiled: list[float] = []
 
-    def profiled_step(*args: object) -> None:
+    def profiled_step(*args: object, **share: object) -> None:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            take_step(*args)
+            take_step(*args, **share)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         profiled.append(max(accumulate(changes, initial=0)))
@@ -443,7 +440,7 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
     fake = fake_step(run, config, BATCH, False, share, number)
     model = build_model(run, config)
     keep_share(model, run, BATCH, share)
-    real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
+    real = tracked_step(run, model, batch_inputs(BATCH, model), False, share, number)
     assert totals(real) == pytest.approx(totals(fake), rel=0.01)
 
 
@@ -515,21 +512,16 @@ def test_the_closed_form_says_the_same_of_each_device(
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
 
 
-def test_a_pipeline_keeps_few_schedules_and_the_latest(
-    shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_keeps_few_schedules_and_the_latest(shape: Callable[..., str]) -> None:
     """Each holds buffers for a whole batch; a dropped one's are free at once."""
     run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
     share = Share((2,), has_embeddings=False)
     model = build_model(run, any_shape_config(run.model))
     keep_share(model, run, BATCH, share)
-    pipeline = pipeline_alone(run, model, Rank(1, 2, "cpu", "python"), True, memory_tracker.MemoryTracker(vocab_size=1))
-    pipeline.kept_schedules = 2
     stages = []
-    with (
-        fake_group(1, 2),
-        mock.patch.object(fake_steps.PipelineScheduleSingle, "_warmup_p2p", fake_steps._without_a_vote, create=True),
-    ):
+    with stage_alone(run, model, 1, True, memory_tracker.MemoryTracker(vocab_size=1)) as part:
+        pipeline = part.pipeline
+        pipeline.kept_schedules = 2
         for length in (8, 9, 8, 10, 8):
             ids = torch.zeros((4, length), dtype=torch.long)
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

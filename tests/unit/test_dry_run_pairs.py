@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run, with_depth
-from common.checks.fake_steps import batch_inputs, build_model, fake_step, tracked_steps
+from common.checks.fake_steps import batch_inputs, build_model, fake_step, tracked_step
 from common.models.loading import any_shape_config
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
@@ -17,7 +17,8 @@ from common.planning.shares import whole_model
 from common.planning.step_speed import step_flops
 from common.records.store import PLAN_TOLERANCE
 from common.runtime.memory_tracker import Timeline
-from common.tasks.preferences import fake_pair_loss
+from common.runtime.world import Rank
+from common.training.part import Part
 
 EMBEDDED, SMALL = "assets/embedded_labeller", "llama-27m"
 DDP = {"parallel": "ddp", "devices": 4}
@@ -31,8 +32,9 @@ def pairs(rows: int, length: int, labelled: int) -> BatchShape:
 def preferring(model: str, technique: str, on_gpu: bool, **settings: object) -> RunConfig:
     targets = "all" if technique == "full" else "all-linear"
     device = {"device": "cuda", "gpu": "A100 80GB SXM"} if on_gpu else {}
+    without_dropout = {"lora_dropout": 0.0} if technique == "lora" else {}
     run = {"task": "preferences", "technique": technique, "model": model, "weights": "random", **device}
-    return RunConfig(**{**run, "target_modules": targets, **settings})
+    return RunConfig(**{**run, "target_modules": targets, **without_dropout, **settings})
 
 
 GRID = [  # technique, model, pairs, on a GPU, settings
@@ -104,7 +106,7 @@ def test_fake_pairs_take_what_real_ones_take(technique: str) -> None:
     run, batch = preferring(EMBEDDED, technique, on_gpu=False, precision="bf16-mixed"), pairs(2, 64, 20)
     fake = step(run, batch, on_gpu=False)
     model = build_model(run, with_depth(any_shape_config(run.model), 1))
-    real = tracked_steps(run, model, batch_inputs(batch, model), as_on_gpu=False)
+    real = tracked_step(run, model, batch_inputs(batch, model), as_on_gpu=False)
     assert real.keys() == fake.keys()
     for segment in real:
         assert sum(real[segment].values()) == pytest.approx(sum(fake[segment].values()), rel=0.01), segment
@@ -119,13 +121,6 @@ def test_a_gpu_s_head_reads_answers_alone() -> None:
     assert of_cpu == pytest.approx(8 * 95 * vocab * (4 + BACKWARD_BESIDE), rel=0.01)
 
 
-def test_trl_switches_dropout_off() -> None:
-    batch = pairs(2, 64, 20)
-    runs = [preferring(EMBEDDED, "lora", on_gpu=False, lora_dropout=share, precision="fp32") for share in (0.1, 0.0)]
-    with_dropout, without = ((job_of_run(run, batch), step(run, batch, on_gpu=False)) for run in runs)
-    assert with_dropout == without
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("technique", ["lora", "full"])
 def test_a_step_s_operations_are_those_that_pytorch_counts(technique: str, checkpointing: bool) -> None:
@@ -135,12 +130,11 @@ def test_a_step_s_operations_are_those_that_pytorch_counts(technique: str, check
     """
     run = preferring(EMBEDDED, technique, on_gpu=False, precision="fp32", gradient_checkpointing=checkpointing)
     batch, architecture = pairs(2, 64, 20), read_architecture(EMBEDDED)
-    model = build_model(run, any_shape_config(EMBEDDED)).train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = build_model(run, any_shape_config(EMBEDDED))
+    part = Part(model, run, Rank(0, 1, "cpu", "python"))
     in_place = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}  # PyTorch has no formula for it
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        fake_pair_loss(run, model, model, batch_inputs(batch, model)).backward()
+        part.loss(batch_inputs(batch, model), batch.rows).backward()
     planned = step_flops(architecture, job_of_run(run, batch), whole_model(architecture))
     counted, tolerance = counter.get_total_flops(), 0.06 if checkpointing else 0.03
     assert planned.total - planned.attention == pytest.approx(counted, rel=tolerance)

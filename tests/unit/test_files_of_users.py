@@ -160,22 +160,20 @@ def test_a_table_that_windows_calls_a_text_is_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("name", "content", "said"),
     [
-        ("question,answer,\nWho?,Vance,and\n", "row 1 has more fields than columns"),
-        ("question,,answer\nWho, and,when?,Vance\n", "row 1 has more fields than columns"),
-        (b"PK\3\4\x14\0\xff", "save it as .csv"),
-        (b"\x1f\x8b\x08\0\xff", "end in .gz"),
-        ("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n", "git lfs pull"),
+        ("rows.csv", "question,answer,\nWho?,Vance,and\n", "row 1 has more fields than columns"),
+        ("rows.csv", "question,,answer\nWho, and,when?,Vance\n", "row 1 has more fields than columns"),
+        ("rows.csv", b"PK\3\4\x14\0\xff", "save it as .csv"),
+        ("rows.csv", b"\x1f\x8b\x08\0\xff", "end in .gz"),
+        ("rows.csv", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132\n", "git lfs pull"),
+        ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "git lfs pull"),
     ],
 )
-def test_a_table_that_would_be_read_wrongly_is_refused(content: str | bytes, said: str, tmp_path: Path) -> None:
-    assert said in refusal_of(RunConfig(data=write(tmp_path / "rows.csv", content)))
-
-
-def test_a_pointer_instead_of_a_parquet_file_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")
-    assert "git lfs pull" in refusal_of(RunConfig(data=path))
+def test_a_table_that_would_be_read_wrongly_is_refused(
+    name: str, content: str | bytes, said: str, tmp_path: Path
+) -> None:
+    assert said in refusal_of(RunConfig(data=write(tmp_path / name, content)))
 
 
 # -- JSON

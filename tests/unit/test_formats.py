@@ -18,7 +18,6 @@ from common.data.messages import answer_of, question_of, tokenize_messages
 from common.data.rows import Row, Splits
 from common.data.splits import load_splits
 from common.data.templates import prompt_ids
-from common.models.loading import load_tokenizer
 from tests.row_files import refusal_of, rows_in, text_of, write
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -95,11 +94,6 @@ def refused(path: Path, content: list[Any] | str | bytes) -> str:
 
 def numbered(row: Row, count: int = 3) -> list[Row]:
     return [{**row, "id": str(number)} for number in range(count)]
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(RunConfig())
 
 
 # -- conversations

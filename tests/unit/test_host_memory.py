@@ -1,10 +1,8 @@
 """What a machine's own memory holds for its GPUs."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from common.training.strategy import strategy_class
 
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
@@ -27,31 +25,9 @@ def gib(job: Job, machines: int = 1, phase: str = "training") -> float:
     return sum(term.gib for term in host_moments(LLAMA, job, machines)[phase])
 
 
-COPIES = WEIGHTS * (2 * 4 + 8)  # best weights may wait for a full state that is being written
+COPIES = WEIGHTS * (4 + 8)
 OFFLOADED = replace(SHARDED, offload=True)
 ZERO = replace(OFFLOADED, parallel="zero3", precision="bf16")
-
-
-@pytest.mark.parametrize(
-    ("job", "machines", "expected_bytes"),
-    [
-        (SHARDED, 1, COPIES),
-        (SHARDED, 2, COPIES / 2),
-        (replace(SHARDED, dp_replicate_size=2), 2, COPIES),  # whole copies on each machine
-        # one rank copies a whole model
-        (replace(SHARDED, parallel="single", devices=1), 1, COPIES),
-        (replace(SHARDED, parallel="ddp"), 1, COPIES),
-        (replace(SHARDED, parallel="mp", devices=2), 1, COPIES),
-        (replace(SHARDED, technique="lora"), 1, 0),  # too little to be copied
-        (OFFLOADED, 1, COPIES + WEIGHTS * (8 + 4 + 4)),  # states, weights, gradients
-        (ZERO, 1, WEIGHTS * 18),  # DeepSpeed's own estimate
-        (replace(ZERO, parallel="zero2"), 1, WEIGHTS * 16),
-    ],
-)
-def test_copies_of_checkpoints_and_what_is_offloaded_are_on_the_host(
-    job: Job, machines: int, expected_bytes: float
-) -> None:
-    assert gib(job, machines) == pytest.approx(expected_bytes / GIB)
 
 
 @pytest.mark.parametrize("parallel", [name for name, each in PARALLELISMS.items() if not each.saves_in_background])
@@ -66,6 +42,17 @@ LORA = replace(SHARDED, technique="lora", precision="bf16")
 @pytest.mark.parametrize(
     ("job", "machines", "phase", "expected_bytes"),
     [
+        (SHARDED, 1, "training", COPIES),
+        (SHARDED, 2, "training", COPIES / 2),
+        (replace(SHARDED, dp_replicate_size=2), 2, "training", COPIES),  # whole copies on each machine
+        # one rank copies a whole model
+        (replace(SHARDED, parallel="single", devices=1), 1, "training", COPIES),
+        (replace(SHARDED, parallel="ddp"), 1, "training", COPIES),
+        (replace(SHARDED, parallel="mp", devices=2), 1, "training", COPIES),
+        (replace(SHARDED, technique="lora"), 1, "training", 0),  # too little to be copied
+        (OFFLOADED, 1, "training", COPIES + WEIGHTS * (8 + 4 + 4)),  # states, weights, gradients
+        (ZERO, 1, "training", WEIGHTS * 18),  # DeepSpeed's own estimate
+        (replace(ZERO, parallel="zero2"), 1, "training", WEIGHTS * 16),
         (SHARDED, 1, "loading", 128_256 * 4096 * 4),  # each of 8 ranks an eighth of the embeddings
         (replace(SHARDED, parallel="zero3"), 1, "loading", 8 * 128_256 * 4096 * 2),  # a whole weight on each
         (replace(OFFLOADED, precision="bf16"), 1, "loading", WEIGHTS * 2 + 128_256 * 4096 * 2),
@@ -81,9 +68,10 @@ LORA = replace(SHARDED, technique="lora", precision="bf16")
         (SHARDED, 1, "merging", 0),
     ],
 )
-def test_a_machine_holds_a_weight_while_loading_a_file_while_saving_and_stages_while_merging(
+def test_a_phase_holds_on_the_host_what_it_copies_offloads_loads_saves_or_merges(
     job: Job, machines: int, phase: str, expected_bytes: float
 ) -> None:
+    """Copies of checkpoints and what is offloaded; of models a weight in loading, a file in saving, merged stages."""
     assert gib(job, machines, phase) == pytest.approx(expected_bytes / GIB)
 
 
@@ -98,11 +86,3 @@ def test_a_machine_without_room_for_what_is_offloaded_is_refused() -> None:
     check_host(plan, needed + 1)
     with pytest.raises(BadInputError, match=f"{needed / GIB:.1f} GiB in the machine's own memory.* 60.0 GiB are free"):
         check_host(plan, 60 * GIB)
-
-
-@pytest.mark.parametrize("name", [name for name, each in PARALLELISMS.items() if each.strategy])
-def test_what_is_planned_to_be_saved_in_the_background_is(name: str) -> None:
-    parallelism = PARALLELISMS[name]
-    assert (
-        strategy_class(SimpleNamespace(parallelism=parallelism)).saves_in_background == parallelism.saves_in_background
-    )

@@ -19,7 +19,6 @@ from common.base.run_config import RunConfig
 from common.data.rows import Row, Splits, texts_of
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.data.texts import label_names, say_balance, say_long_texts, with_classes
-from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
 from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, text_of, write
 
@@ -376,11 +375,6 @@ def test_empty_rows_are_skipped_where_that_is_asked_and_counted(
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(minilm_folder())
-
-
-@pytest.fixture(scope="module")
-def summarizers() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER)
 
 
 def test_the_balance_is_said_in_one_line() -> None:

@@ -85,42 +85,35 @@ def learnt(row: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.decode([label for label in row["labels"] if label != IGNORED_LABEL])
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load_tokenizer(RUN)
-
-
-@pytest.fixture(scope="module")
-def summarizers() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER)
-
-
 # -- calls of tools
 
 
-@pytest.mark.parametrize("arguments", [{"place": "a shelf", "n": None}, '{"place": "a shelf", "n": null}'])
+PLACED = {"place": "a shelf", "n": None}
+AS_WRITTEN = 'look {"place": "a shelf", "n": null}'
+
+
 @pytest.mark.parametrize(
-    ("template", "written"),
+    ("template", "arguments", "written"),
     [
-        (AS_JSON, 'look {"place": "a shelf", "n": null}'),
-        (BY_ITEM, "look place=a shelf;n=None;"),
-        (AS_TEXT, 'look {"place": "a shelf", "n": null}'),
-        (EITHER, 'look {"place": "a shelf", "n": null}'),
+        *(
+            (template, arguments, written)
+            for template, written in (
+                (AS_JSON, AS_WRITTEN),
+                (BY_ITEM, "look place=a shelf;n=None;"),
+                (AS_TEXT, AS_WRITTEN),
+                (EITHER, AS_WRITTEN),
+            )
+            for arguments in (PLACED, json.dumps(PLACED))
+        ),
+        *((AS_JSON, nothing, "look {}") for nothing in ("", "{}", None, {})),
     ],
 )
 def test_arguments_are_learnt_once_encoded_whatever_they_and_the_template_are(
-    template: str, written: str, arguments: object
+    template: str, arguments: object, written: str
 ) -> None:
     tokenizer = with_template(template)
     (row,) = tokens_of(read(conversation(ASKED, calling(arguments), SAID, ANSWERED)), tokenizer, RUN)
     assert learnt(row, tokenizer) == f"{written}<|end|>The third.<|end|>"
-
-
-@pytest.mark.parametrize("nothing", ["", "{}", None, {}])
-def test_a_call_without_arguments_has_an_empty_object(nothing: object) -> None:
-    tokenizer = with_template(AS_JSON)
-    (row,) = tokens_of(read(conversation(ASKED, calling(nothing), SAID, ANSWERED)), tokenizer, RUN)
-    assert learnt(row, tokenizer).startswith("look {}<|end|>")
 
 
 @pytest.mark.parametrize(

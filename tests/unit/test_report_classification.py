@@ -8,7 +8,7 @@ import pytest
 
 from common.base.specs import TASKS
 from common.records.store import Record, kept_records
-from common.reporting.classification import details_table, results_text, settings_table
+from common.reporting.classification import TABLES, results_text
 from common.reporting.rows import task_of
 
 
@@ -18,7 +18,7 @@ def records() -> list[Record]:
 
 
 def measured(records: list[Record]) -> pd.DataFrame:
-    return settings_table(records).query("Figures == 'measured'").set_index("Setting")
+    return TABLES["classification-settings"](records).query("Figures == 'measured'").set_index("Setting")
 
 
 def test_without_a_run_on_one_device_there_is_no_speed_up_but_a_share_of_what_is_allowed(
@@ -26,7 +26,9 @@ def test_without_a_run_on_one_device_there_is_no_speed_up_but_a_share_of_what_is
 ) -> None:
     several = [record for record in records if record["parallel"] != "single"]
     assert set(measured(several)["Speed-up"]) == {"no run on one device"}
-    shares = details_table(several).set_index("Setting")["Share of allowed, steps alone"]  # measured in the run itself
+    shares = TABLES["classification-details"](several).set_index("Setting")[
+        "Share of allowed, steps alone"
+    ]  # measured in the run itself
     assert float(shares["Full fine-tuning with DDP"]) > 0
     assert float(shares["Full fine-tuning with PP, 8 micro-batches"]) > 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.outcomes import equivalence
+from common.reporting.outcomes import TABLES
 from tests.outcomes import merged
 
 
@@ -26,7 +26,7 @@ def test_a_cell_has_the_largest_loss_and_weight_of_its_cases(kept: Path) -> None
     rows = [outcome("full", 2e-7, 3e-9), outcome("full", 1e-7, 4e-9, "bf16"), outcome("lora", 0.0, 0.0)]
     for of_qlora, cell in (([outcome("qlora", None, None)], "not run"), ([], "")):
         kept.write_text(json.dumps(rows + of_qlora))
-        assert equivalence([]).to_dict("records") == [
+        assert TABLES["equivalence"]([]).to_dict("records") == [
             {"Task": "chat", "Strategy": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": cell}
         ]
 

@@ -2,16 +2,9 @@
 
 import copy
 
-import pytest
-
-from common.records.store import Record, kept_records
+from common.records.store import Record
 from common.reporting.rows import FULL, FULL_PP, completed
 from common.reporting.tables import TABLES
-
-
-@pytest.fixture(scope="module")
-def records() -> list[Record]:
-    return kept_records()
 
 
 def test_published_factors_are_those_of_the_source(records: list[Record]) -> None:

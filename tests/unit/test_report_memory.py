@@ -1,6 +1,6 @@
 """Plans beside what was measured, by phase, from kept records."""
 
-from common.reporting.memory import compared_by_phase, memory_by_phase
+from common.reporting.memory import TABLES, compared_by_phase
 
 
 def record(name: str, planned: dict[str, float], measured: dict[str, float]) -> dict:
@@ -16,7 +16,7 @@ def test_each_phase_is_compared_where_both_figures_are_there() -> None:
         {"run_folder": "2.1_x/run_0", "run_name": "old", "memory": [{"rank": 0, "planned_gib": 1.0}]},
     ]
     assert {phase: len(each) for phase, each in compared_by_phase(records).items()} == {"training": 2, "validation": 1}
-    lines = memory_by_phase(records).set_index("Phase")
+    lines = TABLES["memory-by-phase"](records).set_index("Phase")
     assert (lines.loc["training", "Mean error"], lines.loc["validation", "Worst error"]) == ("10.0%", "+0.0%")
     assert (lines.loc["all phases", "Compared"], lines.loc["all phases", "Worst in"]) == (3, "2.1, a, rank 0")
-    assert list(memory_by_phase([])["Mean error"]) == ["not run", "≤ 3%"]
+    assert list(TABLES["memory-by-phase"]([])["Mean error"]) == ["not run", "≤ 3%"]

@@ -4,13 +4,8 @@ import copy
 
 import pytest
 
-from common.records.store import Record, kept_records
+from common.records.store import Record
 from common.reporting.tables import TABLES, side_by_side
-
-
-@pytest.fixture
-def records() -> list[Record]:
-    return kept_records()
 
 
 @pytest.fixture

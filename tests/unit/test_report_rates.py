@@ -2,12 +2,11 @@
 
 from common.base.paths import REPOSITORY
 from common.planning.published_rates import published_rates, source_name
-from common.reporting.rates import tables_by_source
+from common.reporting.publications import RATES_BY_SOURCE
 
 
 def test_the_page_has_every_point() -> None:
     page = (REPOSITORY / "docs" / "published_rates.md").read_text(encoding="utf-8")
-    tables = tables_by_source()
-    assert all(f"<!-- table: {name} -->" in page for name in tables)
-    assert sum(len(table([])) for table in tables.values()) == len(published_rates())
+    assert all(f"<!-- table: {name} -->" in page for name in RATES_BY_SOURCE)
+    assert sum(len(table([])) for table in RATES_BY_SOURCE.values()) == len(published_rates())
     assert all(f"https://github.com/{source_name(rate.source)})" in page for rate in published_rates())

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from common.records.store import Record, kept_records
-from common.reporting.full import sharding_held, sharding_traffic
+from common.reporting.full import TABLES
 from common.reporting.rows import completed
 
 MIB = 2**20
@@ -24,7 +24,7 @@ def test_the_fullest_rank_is_shown_beside_the_whole(sharded: Record) -> None:
         "per_rank": [dict.fromkeys(part, 0), part],
         "whole": {name: 2 * count for name, count in part.items()},
     }
-    (row,) = sharding_held([sharded]).to_dict("records")
+    (row,) = TABLES["sharding-held"]([sharded]).to_dict("records")
     shown = [row[name] for name in ("Weights (MiB)", "Optimizer (MiB)", "All together")]
     assert shown == ["1.00 of 2.00", "4.00 of 8.00", "0.50 of one device's"]
 
@@ -32,6 +32,6 @@ def test_the_fullest_rank_is_shown_beside_the_whole(sharded: Record) -> None:
 def test_what_was_sent_stands_beside_the_formula(sharded: Record) -> None:
     sharded["sent"] = {"bytes": 3 * MIB, "by_collective": {"_allgather_base_": 5 * MIB, "allreduce_": 8}}
     sharded["planned"]["sent_bytes"] = 2 * MIB
-    (row,) = sharding_traffic([sharded]).to_dict("records")
+    (row,) = TABLES["sharding-traffic"]([sharded]).to_dict("records")
     assert row["Difference"] == "+50.0%"
     assert row["Whole tensors, by collective (MiB)"] == "allgather_base 5.00"  # a norm's eight bytes are left out

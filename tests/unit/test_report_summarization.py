@@ -8,12 +8,7 @@ import pytest
 from common.records.store import Record, kept_records
 from common.reporting.plots import plot_cost
 from common.reporting.rows import clock_seconds, task_of
-from common.reporting.summarization import (
-    cost_table,
-    front,
-    loops_table,
-    results_text,
-)
+from common.reporting.summarization import TABLES, cost_table, results_text
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +54,8 @@ def records() -> list[Record]:
 
 
 def test_the_terminals_table_and_the_one_of_all_results_have_every_loop(records: list[Record]) -> None:
-    settings = loops_table(records).query("Figures == 'measured'")["Loop"]
-    assert len(front(records)) == len(settings)
+    settings = TABLES["summarization-loops"](records).query("Figures == 'measured'")["Loop"]
+    assert len(TABLES["summarization-front"](records)) == len(settings)
     lines = results_text(records).splitlines()
     for loop, count in settings.value_counts().items():
         found = sum(line.startswith(f"{loop} ") for line in lines)
@@ -74,6 +69,6 @@ def test_seeds_stand_in_one_line_with_their_range(records: list[Record]) -> None
     other["config"]["seed"] = 43
     for each, score in ((run, 0.9), (other, 0.8)):
         each["quality"]["after"]["rougeL"] = score
-    (line,) = loops_table([run, other]).query("Figures == 'measured'").to_dict("records")
+    (line,) = TABLES["summarization-loops"]([run, other]).query("Figures == 'measured'").to_dict("records")
     assert line["Seeds"] == "2"
     assert line["ROUGE-L before -> after"].endswith(" -> 0.850 (0.800 to 0.900)")

@@ -1,42 +1,40 @@
 """Which checkpoint a run can resume from."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from common.training.trainer import CheckpointedTrainer
-from transformers import TrainingArguments
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import Splits
 from common.models.loading import EMBEDDED_BASE
-from common.runtime.rank import end_rank
 from common.training.checkpoints import (
+    FULL_STATE,
+    HOLDS,
     MANIFEST_FILE,
+    WEIGHTS,
     DamagedCheckpointError,
-    about_run,
-    check_checkpoint,
-    digests_of,
-    found_in,
+    UnfinishedCheckpoint,
     read_manifest,
-    say_changes,
     write_manifest,
 )
+from common.training.resuming import about_run, check_checkpoint, digests_of, say_changes
+from common.training.saver import Saver
 
 ROWS = 96
+SINGLE = RunConfig()
+KINDS = {"training": "96 rows, digest a", "validation": "8 rows, digest b"}
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
 
 
-def _checkpoint(root: Path, run: RunConfig = FSDP, **about: object) -> str:
+def _saved(root: Path, run: RunConfig = SINGLE, data: dict[str, str] = KINDS, **about: object) -> str:
     folder = root / "checkpoint-3"
     folder.mkdir(parents=True)
-    write_manifest(folder, {**about_run(run, ROWS), **about})
+    write_manifest(folder, {**about_run(run, ROWS, data), **about})
     return str(folder)
 
 
@@ -45,14 +43,14 @@ def _check(run: RunConfig, rows: int = ROWS) -> None:
 
 
 def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: Path) -> None:
-    run = replace(FSDP, resume_from_checkpoint=_checkpoint(tmp_path))
+    run = replace(FSDP, resume_from_checkpoint=_saved(tmp_path, FSDP))
     _check(run)
     _check(replace(run, devices=4, per_device_train_batch_size=8))
 
 
 def test_one_device_and_replicas_go_on_from_each_other(tmp_path: Path) -> None:
     ddp = RunConfig(parallel="ddp", devices=2, per_device_train_batch_size=8)
-    one_device = RunConfig(resume_from_checkpoint=_checkpoint(tmp_path, ddp))
+    one_device = RunConfig(resume_from_checkpoint=_saved(tmp_path, ddp))
     _check(one_device)
     with pytest.raises(BadInputError, match="steps of 16 rows, but this run's have 8"):
         _check(replace(one_device, per_device_train_batch_size=8))
@@ -72,7 +70,8 @@ PP = {"parallel": "pp", "micro_batches": 4}
         ({"num_train_epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"seed": 43}, {}, "with 42 as seed, but this run has 43"),
         ({}, {"rows": 95}, "with 95 training rows, but this run has 96"),
-        ({}, {"loop": "plain"}, "of another loop .plain., which this workflow cannot read"),
+        ({}, {HOLDS: WEIGHTS}, "with the best weights alone"),
+        ({}, {"form": None, "loop": "plain"}, "older version .* files that this one does not read.* to begin anew"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "per_device_train_batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and the parts of zero3 fit no other number: pass --devices 2"),
@@ -82,7 +81,7 @@ PP = {"parallel": "pp", "micro_batches": 4}
 def test_a_checkpoint_of_another_run_is_refused(
     tmp_path: Path, changes: dict[str, Any], about: dict[str, object], said: str
 ) -> None:
-    folder = _checkpoint(tmp_path, **about)
+    folder = _saved(tmp_path, FSDP, **about)
     with pytest.raises(BadInputError, match=said):
         _check(replace(FSDP, resume_from_checkpoint=folder, **changes))
 
@@ -91,7 +90,7 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=f"has no {MANIFEST_FILE} that can be read"):
         _check(replace(FSDP, resume_from_checkpoint=str(tmp_path)))
     run = replace(FSDP, results_root=str(tmp_path), run_name="same")
-    own = _checkpoint(tmp_path / "results" / "same" / "checkpoints")
+    own = _saved(tmp_path / "results" / "same" / "checkpoints", FSDP)
     with pytest.raises(BadInputError, match=r"in the results of a run called same.*pass --resume_from_checkpoint last"):
         _check(replace(run, resume_from_checkpoint=own))
     _check(replace(run, resume_from_checkpoint=own, run_name="other"))
@@ -99,17 +98,6 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
 
 
 # -- the same run
-
-
-SINGLE = RunConfig()
-KINDS = {"training": "96 rows, digest a", "validation": "8 rows, digest b"}
-
-
-def _saved(root: Path, run: RunConfig = SINGLE, data: dict[str, str] = KINDS, **about: object) -> str:
-    folder = root / "checkpoint-3"
-    folder.mkdir(parents=True)
-    write_manifest(folder, {**about_run(run, ROWS, data), **about})
-    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -189,74 +177,20 @@ def test_rows_of_plain_text_are_counted_by_their_pieces(tmp_path: Path) -> None:
     check_checkpoint(run, "python", 7, KINDS)
 
 
-def test_the_trainers_checkpoint_is_refused_where_a_loop_is_written_out(tmp_path: Path) -> None:
-    """House: a checkpoint of 2.2 in 2.6 with DDP and LoRA passed the check, and was not found."""
-    there = RunConfig(parallel="ddp", devices=2, run_folder="2.2_lora_finetuning_with_ddp/run_0_cpu_x2")
-    here = replace(there, run_folder=FSDP.run_folder)
-    for file, run, refused in (("optimizer.pt", there, here), ("shards/__0_0.distcp", here, there)):
-        folder = tmp_path / run.run_folder / "checkpoint-3"
-        (folder / file).parent.mkdir(parents=True)
-        (folder / file).write_text("")
-        write_manifest(folder, about_run(run, ROWS, KINDS))
-        check_checkpoint(replace(run, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
-        with pytest.raises(BadInputError, match="resume it in its own run folder"):
-            check_checkpoint(replace(refused, resume_from_checkpoint=str(folder)), "torchrun", ROWS, KINDS)
-
-
-def test_of_an_older_checkpoint_it_is_said_that_it_was_not_compared(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    known = ("technique", "parallel", "loop", "ranks", "rows_per_step", "rows", "seed", "order")
-    about = {name: value for name, value in about_run(SINGLE, ROWS).items() if name in known}
-    write_manifest(folder, about)
-    run = replace(SINGLE, lora_r=16, resume_from_checkpoint=str(folder))
-    check_checkpoint(run, "python", ROWS, KINDS)
-    assert "older version" in say_changes(run, ROWS, folder, about)[0]
-
-
 # -- which one
 
 
-class Rows(torch.nn.Module):
-    """A model of one weight, whose loss is its product with a row's number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.weight * number).mean()}
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[CheckpointedTrainer]:
-    """Four steps with a checkpoint after each, and no validation: so none is the best."""
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "checkpoints"), max_steps=4, per_device_train_batch_size=1, save_steps=1,
-        save_strategy="steps", use_cpu=True, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
-    rows = [{"number": float(number)} for number in range(4)]
-    trainer = CheckpointedTrainer(model=Rows(), args=arguments, train_dataset=rows)
-    trainer.about = about_run(RunConfig(), len(rows))
-    yield trainer
-    end_rank()
-
-
-def test_without_a_best_checkpoint_the_two_newest_are_kept(trainer: CheckpointedTrainer) -> None:
-    trainer.train()
-    assert [folder.name for folder in found_in(Path(trainer.args.output_dir))] == ["checkpoint-4", "checkpoint-3"]
-
-
 def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it_names(
-    trainer: CheckpointedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = tmp_path / "other" / "checkpoint-3"
-    log = SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last"))
-    assert trainer.find_resume_checkpoint(log) is None
+    saver, named = object.__new__(Saver), tmp_path / "other" / "checkpoint-3"
+    saver.folder, saver.writes, saver.rank = tmp_path, True, SimpleNamespace(is_main=True)
+    saver.log = SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last"))
+    assert saver._find_checkpoint() is None
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
-    log.run = RunConfig(resume_from_checkpoint=str(named))
-    assert trainer.find_resume_checkpoint(log) == named
-    trainer.train()
-    assert trainer.find_resume_checkpoint(log).name == "checkpoint-4", "its own, once there is one"
-    log.resumes = False
-    assert trainer.find_resume_checkpoint(log) == named
+    saver.log.run = RunConfig(resume_from_checkpoint=str(named))
+    assert saver._find_checkpoint() == named
+    UnfinishedCheckpoint(tmp_path / "checkpoint-4", {HOLDS: FULL_STATE}, 0, commits=True).commit()
+    assert saver._find_checkpoint() == tmp_path / "checkpoint-4", "its own, once there is one"
+    saver.log.resumes = False
+    assert saver._find_checkpoint() == named

@@ -10,7 +10,6 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
-from common.base.settings import RENAMED, command_with_new_names, with_new_names
 
 PIPELINE = {"parallel": "pp", "devices": 2, "micro_batches": 8}
 ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
@@ -283,16 +282,3 @@ def test_a_run_that_becomes_another_loses_what_means_nothing_any_more(run_config
     assert (one_device.micro_batches, one_device.lora_r) == (1, 4)
     with pytest.raises(BadInputError, match="micro_batches is 4, which is for pp"):
         pipeline.changed_to(parallel="single", devices=1, micro_batches=4)
-
-
-def test_records_have_the_names_of_today() -> None:
-    old = {"batch_size": 8, "gradient_checkpointing": "reentrant", "report_share": 0.2, "seed": 1}
-    new = {"per_device_train_batch_size": 8, "gradient_checkpointing": True, "use_reentrant": True, "eval_steps": 0.2}
-    assert with_new_names(old) == {**new, "seed": 1}
-    assert with_new_names(RunConfig().to_dict()) == RunConfig().to_dict()
-    assert set(RENAMED.values()) <= set(RunConfig().to_dict())
-    assert command_with_new_names("x.py --gradient_checkpointing none").endswith(" --no_gradient_checkpointing")
-    command = "python x.py --batch_size 8 --epochs 2 --gradient_checkpointing non-reentrant --seed 1"
-    asked = command_with_new_names(command).split()[2:]
-    expected = RunConfig(per_device_train_batch_size=8, num_train_epochs=2, gradient_checkpointing=True, seed=1)
-    assert parse_overrides(RunConfig(), asked) == expected

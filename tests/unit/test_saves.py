@@ -1,9 +1,7 @@
 """When a run saves what, what is kept of it, and that no large file is read again for its digest."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +9,9 @@ from typing import NoReturn
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from common.training.digests import begin_hashing
-from common.training.strategy import SHARDS, shard_writer
 from transformers import TrainerControl, TrainerState
 
-from common.base import asked_to_save
-from common.base.asked_to_save import is_asked_to_save, remember_if_asked
-from common.base.errors import AskedToEndError, BadInputError
+from common.base.errors import AskedToEndError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
 from common.runtime.rank import end_rank
@@ -28,16 +21,14 @@ from common.training.checkpoints import (
     FULL_STATE,
     HOLDS,
     WEIGHTS,
-    about_run,
-    atomic_checkpoint,
-    check_resumable,
-    newest_whole,
+    UnfinishedCheckpoint,
     read_manifest,
     rotate,
     to_keep,
     verify,
 )
-from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
+from common.training.part import SHARDS, Part
+from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, describe_saves
 from tests.unit.ranks import found_by_ranks
 
 ROWS = 64
@@ -153,18 +144,6 @@ def test_who_is_asked_before_the_first_step_ends_there(steps_saved: Callable) ->
         steps_saved(1, 10, lambda _: 1.0, asked_at=0)
 
 
-def test_a_signal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    monkeypatch.setattr(asked_to_save, "_is_asked", False)
-    try:
-        remember_if_asked()
-        assert not is_asked_to_save()
-        signal.raise_signal(signal.SIGUSR1)
-        assert is_asked_to_save()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 # -- what is kept
 
 
@@ -176,8 +155,7 @@ def test_two_full_states_are_kept_and_the_weights_that_each_resume_needs(tmp_pat
         (6, FULL_STATE, 6), (7, FULL_STATE, 6), (8, FULL_STATE, 6),
     ):  # fmt: skip
         about = {HOLDS: holds, BEST: best}
-        with atomic_checkpoint(tmp_path / f"checkpoint-{step}", about, 10, commits=True) as folder:
-            (folder / "weights").write_text(f"{step}")
+        UnfinishedCheckpoint(tmp_path / f"checkpoint-{step}", about, 10, commits=True).commit()
         rotate(tmp_path, to_keep(tmp_path, best))
         kept[step] = {int(path.name[11:]): read_manifest(path)["about"][HOLDS] for path in tmp_path.glob("check*")}
     del kept[1], kept[3], kept[6]
@@ -190,36 +168,23 @@ def test_two_full_states_are_kept_and_the_weights_that_each_resume_needs(tmp_pat
     }
 
 
-def test_a_run_resumes_from_the_newest_full_state(tmp_path: Path) -> None:
-    run, full, weights = RunConfig(), tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
-    for folder, holds in ((full, FULL_STATE), (weights, WEIGHTS)):
-        with atomic_checkpoint(folder, {**about_run(run, ROWS), HOLDS: holds}, 0, commits=True):
-            pass
-    assert newest_whole(tmp_path) == full
-    check_resumable(run, ROWS, full, verify(full), {}, by_trainer=True)
-    with pytest.raises(BadInputError, match="weights alone"):
-        check_resumable(run, ROWS, weights, verify(weights), {}, by_trainer=True)
-
-
 # -- digests
 
 
-def test_files_that_were_hashed_while_they_were_written_are_not_read_again(
+def test_files_that_were_hashed_once_they_were_written_are_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
     own = checkpoints.digest_of
     monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or own(path))
-    with atomic_checkpoint(tmp_path / "checkpoint-3", {}, 0, commits=True) as folder:
-        (folder / "model.safetensors").write_bytes(b"w" * 5000)
-        begin_hashing([folder / "model.safetensors"])
-        (folder / "config.json").write_text("{}")
-    assert read == ["config.json"]
-    assert verify(tmp_path / "checkpoint-3") == {}
-
-
-def test_outside_of_a_checkpoint_nothing_is_hashed(tmp_path: Path) -> None:
-    begin_hashing([tmp_path / "is not there"])
+    unfinished = UnfinishedCheckpoint(tmp_path / "checkpoint-3", {}, 0, commits=True)
+    weights, config = (unfinished.partial / name for name in ("__0_0.distcp", "config.json"))
+    for file in (weights, config):
+        file.write_bytes(b"w" * 5000)
+    unfinished.digests = unfinished.hashed(lambda: [weights])
+    unfinished.commit()
+    assert read == [weights.name, config.name]
+    assert verify(unfinished.folder) == {}
 
 
 # -- what is said before
@@ -246,13 +211,6 @@ def test_a_run_says_how_often_it_saves_and_how_long_that_takes(
     assert [words for words in expected if words not in said] == []
 
 
-def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
-    weights = [torch.nn.Parameter(torch.zeros(10), requires_grad=False), torch.nn.Parameter(torch.zeros(6))]
-    full = RunConfig(technique="full", run_folder="2.4_full_finetuning/run_0_cpu_x1")
-    sizes = [checkpoint_size(run, weights) for run in (RunConfig(), full, replace(full, optim="sgd"))]
-    assert sizes == [CheckpointSize(24, 24 + 48), CheckpointSize(64, 64 + 48), CheckpointSize(64, 64)]
-
-
 # -- while training goes on
 
 
@@ -270,5 +228,5 @@ def test_a_copy_on_the_host_is_written_without_a_gpu(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", touched)
-    dcp.save({"weight": torch.ones(3)}, storage_writer=shard_writer(tmp_path), no_dist=True)
-    assert [file.name for file in (tmp_path / SHARDS).glob("__*")] == ["__0_0.distcp"]
+    files = Part.write(SimpleNamespace(is_whole=True), tmp_path, {"weight": torch.ones(3)})
+    assert files == [tmp_path / SHARDS / "__0_0.distcp"]

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
-from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -25,12 +24,12 @@ from common.models.shards import local_part
 from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
 from common.training import fsdp, zero
-from common.training import strategy as strategy_module
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import Fsdp, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
-from common.training.pipeline_parallel import PipelineParallel
+from common.training.fsdp import Shards, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
+from common.training.pipeline_parallel import Stage
+from common.training.saver import Saver
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
-from common.training.zero import Zero, check_deepspeed
+from common.training.zero import ZeroPart, check_deepspeed
 
 FSDP = RunConfig(
     technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
@@ -197,12 +196,11 @@ def test_what_copies_and_shards_exchange_may_take_as_long_as_any_exchange(monkey
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_saving_in_the_background_has_the_runs_time_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(strategy_module, "begin_writing", lambda *_: None)
-    strategy = Fsdp(FSDP, Rank(0, 2, "cpu", "torchrun"))
-    strategy.write_in_background(tmp_path, {})
-    group = strategy.saving_group._get_backend(torch.device("cpu"))
-    assert group.options._timeout == exchange_timeout(FSDP)
+def test_saving_in_the_background_has_the_runs_time_out(tmp_path: Path) -> None:
+    part = Mock(is_whole=False, **{"state.return_value": {}})
+    saver = Mock(part=part, group=None, log=Mock(run=FSDP), rank=Rank(0, 2, "cpu", "torchrun"))
+    Saver._write(saver, tmp_path, is_full=True)
+    assert saver.group._get_backend(torch.device("cpu")).options._timeout == exchange_timeout(FSDP)
 
 
 def test_collectives_count_as_in_a_ring_of_their_own_group(four_ranks: None) -> None:
@@ -256,22 +254,22 @@ def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
 def test_a_stage_without_gradients_takes_part_in_the_norm_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL sums nothing that is on the CPU; `meta` stands in for a GPU."""
     summed: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "all_reduce", summed.append)
-    strategy = PipelineParallel(replace(FSDP, parallel="pp", micro_batches=2), Rank(1, 2, "meta", "torchrun"))
-    strategy.model = torch.nn.Linear(1, 1, device="meta")
-    strategy._tied_weight = lambda: None
-    strategy.finish_gradients()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: summed.append(tensor))
+    stage = Stage.__new__(Stage)
+    stage.model, stage.rank = torch.nn.Linear(1, 1, device="meta"), Rank(1, 2, "meta", "torchrun")
+    stage._tied_weight = lambda: None
+    stage.clip_gradients(1.0)
     assert [each.device.type for each in summed] == ["meta"]
 
 
 def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
-    strategy = Zero.__new__(Zero)
-    strategy.model = torch.nn.Linear(1, 1)
+    part = ZeroPart.__new__(ZeroPart)
+    part.model = torch.nn.Linear(1, 1)
     kept = {0: [torch.tensor([1.0]), torch.tensor([torch.nan])], 1: None}
-    strategy.engine = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
-    assert torch.isnan(get_total_norm(strategy.gradients()))
-    strategy.model.weight.grad = torch.full((1, 1), 2.0)
-    assert [gradient.item() for gradient in strategy.gradients()][::2] == [1.0, 2.0]
+    part.engine = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
+    assert torch.isnan(part.clip_gradients(1.0))
+    part.model.weight.grad = torch.full((1, 1), 2.0)
+    assert [gradient.item() for gradient in part.gradients()][::2] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("setting", "value"), [("wrap", "Linear"), ("prefetch", 2), ("offload", "cpu")])
@@ -280,8 +278,8 @@ def test_settings_that_accelerate_would_not_see_are_refused(
 ) -> None:
     run = replace(FSDP, device="cuda", **{setting: value})
     monkeypatch.setattr(fsdp, "modules_to_wrap", lambda *_: [])
-    Fsdp.check(run)
+    Shards.check(run)
     monkeypatch.setattr(fsdp, "accelerate_shards", lambda: True)
-    Fsdp.check(FSDP)
+    Shards.check(FSDP)
     with pytest.raises(BadInputError, match=f"--{setting} {value} .*torchrun"):
-        Fsdp.check(run)
+        Shards.check(run)

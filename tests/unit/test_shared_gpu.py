@@ -1,20 +1,24 @@
 """Two ranks on one GPU: every parallelism that can is tried, NCCL is told what it needs, and other losses are seen."""
 
+import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import psutil
 import pytest
 
+from common.base.paths import REPOSITORY
 from common.base.specs import PARALLELISMS
 from common.checks import processes, shared_gpu
 from common.checks.folder_runs import run_of_folder
 from common.checks.processes import FAILS, LEFT_OUT, WORKS
 from common.checks.shared_gpu import PAIRS, SMOKE, Pair
+from tests.forked import Forked
 from tests.pace import patient
 
 NOT_TRIED = {
@@ -129,6 +133,13 @@ def test_what_lacks_a_package_is_left_out() -> None:
     assert (found["status"], "make deepspeed" in found["why"]) == (LEFT_OUT, True)
 
 
+def start_forked(command: list[str], log: IO, environment: dict[str, str]) -> Forked:
+    """As `start_process`, without the seconds in which each torchrun and rank imports PyTorch."""
+    file = Path(f"/proc/{os.getpid()}/fd/{log.fileno()}")
+    return Forked([sys.executable, *command], REPOSITORY, {**os.environ, **environment}, file)
+
+
+@mock.patch.object(processes, "start_process", start_forked)
 def test_two_ranks_send_what_they_should() -> None:
     found = shared_gpu.find_out(SMOKE, "cpu", patient(100))
     assert found["status"] == WORKS, found
@@ -137,6 +148,7 @@ def test_two_ranks_send_what_they_should() -> None:
 
 
 @pytest.mark.slow
+@mock.patch.object(processes, "start_process", start_forked)
 def test_in_bf16_too_ranks_with_another_rate_do_not_work() -> None:
     """A fifth more is seen, as is a gradient that is wrong by so much."""
     name = "2.6 FSDP, bf16"

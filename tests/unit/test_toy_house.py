@@ -15,8 +15,11 @@ from tests.unit.ranks import run_ranks
 
 WORKER = "toy_house.py"
 STEPS = 5
-SETTINGS = ("--report_to", "none", "--independent_judge", "none", "--max_steps", f"{STEPS}", "--eval_steps",
-            f"{1 / STEPS}", "--learning_rate", "1e-3", "--max_new_tokens", "4")  # fmt: skip
+SETTINGS = (
+    "--report_to", "none", "--independent_judge", "none", "--max_steps", f"{STEPS + 1}", "--eval_steps", "1",
+    "--dataloader_num_workers", "1", "--early_stopping_patience", "9", "--learning_rate", "1e-3",
+    "--max_new_tokens", "4",
+)  # fmt: skip
 ROWS = {"train": range(41), "validation": range(50, 59), "test": range(60, 65)}
 
 
@@ -58,6 +61,7 @@ def test_what_common_does_not_know_is_trained_as_one_device_does(runs: list[Reco
         assert losses(shared, kind) == pytest.approx(losses(alone, kind), rel=1e-5)
         assert len(set(losses(alone, kind))) == STEPS
     assert [rank["samples"] for rank in shared["world"]] == [20, 20]
+    assert alone["heard"] == shared["heard"] == list(range(1, STEPS + 1)), "a callback of its own ended the training"
     assert max(shared["largest_logit_differences"].values()) < 1e-4
 
 

@@ -1,12 +1,16 @@
-"""The truth checks fail when they should; both loops stop, and go on, alike."""
+"""The truth checks fail when they should; the loop trains as the library does, and stops, and resumes."""
 
+import ast
 import copy
+import importlib
 import json
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from common.training.digests import digest_of
-from common.training.strategy import Strategy, strategy_class
-from common.training.trainer import AuditedTrainer, make_trainer, training_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -25,14 +25,18 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
+    Trainer,
     TrainerState,
+    TrainingArguments,
 )
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.specs import PARALLELISMS, TASKS, Parallelism
+from common.base.run_folders import literal_of
+from common.base.specs import PARALLELISMS
 from common.data.batches import EpochBatches, make_collator
-from common.data.rows import IGNORED_LABEL
-from common.data.splits import load_splits, tokens_of
+from common.data.rows import IGNORED_LABEL, Splits
+from common.data.splits import load_splits, tokenized, tokens_of
 from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
@@ -46,44 +50,45 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 from common.training.checkpoints import (
     BAD,
     FULL_STATE,
-    PARTIAL,
+    HOLDS,
     STATE_FILE,
     WEIGHTS,
     UnfinishedCheckpoint,
     found_in,
     holds,
     newest_whole,
+    steps_at,
     verify,
 )
 from common.training.counted_steps import count_steps
 from common.training.export import rows_to_compare
-from common.training.loop import LoopTrainer
+from common.training.loop import TrainingLoop
+from common.training.optimizers import make_optimizer, make_schedule, training_arguments
+from common.training.part import Part
 from common.training.results import check_rows_seen, check_training, steps_have_rows, training_flops
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.mark.parametrize(
-    ("rows_by_rank", "row_uses"), [([[0, 2], [1, 3]], 4), ([[0, 2, 1, 3], [1, 3, 2, 0]], 8), ([[0], [2]], 2)]
-)
-def test_rows_used_once_per_epoch_pass(rows_by_rank: list[list[int]], row_uses: int) -> None:
-    check_rows_seen(rows_by_rank, row_count=4, row_uses=row_uses)
+from tests.pace import patient
+from tests.unit.toys import train
 
 
 @pytest.mark.parametrize(
     ("rows_by_rank", "row_uses", "said"),
     [
+        ([[0, 2], [1, 3]], 4, ""),
+        ([[0, 2, 1, 3], [1, 3, 2, 0]], 8, ""),
+        ([[0], [2]], 2, ""),
         ([[0, 1], [2, 3, 0]], 4, "5 rows were used, but the steps had room for 4"),
         ([[0, 1], [2]], 4, "3 rows were used, but the steps had room for 4"),
         ([[0, 1], [0, 1]], 4, "4 of 4 rows were used another number of times than 1; row 0: 2 times"),
         ([[0, 1, 2], [2]], 4, "2 of 4 rows were used another number of times than 1; row 2: 2 times"),
         ([[0, 2], [1, 3]], 8, "4 rows were used, but the steps had room for 8"),
     ],
-    ids=["one row repeated", "one row dropped", "both ranks used the same rows", "one row twice, one never",
+    ids=["an epoch", "two epochs", "half an epoch", "one row repeated",
+         "one row dropped", "both ranks used the same rows",
+         "one row twice, one never",
          "an epoch dropped"],
 )  # fmt: skip
 def test_rows_skipped_or_repeated_are_refused(rows_by_rank: list[list[int]], row_uses: int, said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=said) if said else nullcontext():
         check_rows_seen(rows_by_rank, row_count=4, row_uses=row_uses)
 
 
@@ -189,136 +194,137 @@ def test_the_way_of_checkpointing_is_set_explicitly(
 ) -> None:
     arguments = training_arguments(replace(run_config, **settings), tmp_path)
     assert (arguments.gradient_checkpointing, arguments.gradient_checkpointing_kwargs) == expected
-    assert arguments.ddp_find_unused_parameters is False
 
 
-def test_of_several_gpus_the_trainer_takes_one(
-    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would put the model into `DataParallel`, or multiply the loss by the number of GPUs."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    arguments = training_arguments(replace(run_config, device="cuda"), tmp_path)
-    assert (arguments.n_gpu, arguments.train_batch_size) == (1, run_config.per_device_train_batch_size)
+# -- one loop
+
+
+def test_no_class_is_a_trainer_of_transformers_and_none_of_its_private_methods_is_called() -> None:
+    """Nor read or replaced: by the modules' classes, and by the names in their syntax trees, but those of `self`."""
+    private = {name for name in vars(Trainer) if name.startswith("_") and not name.startswith("__")}
+    assert "_inner_training_loop" in private
+    found = []
+    for file in (REPOSITORY / "common").rglob("*.py"):
+        name = ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+        members = vars(importlib.import_module(name.removesuffix(".__init__"))).values()
+        kinds = [each for each in members if isinstance(each, type) and each.__module__.startswith("common.")]
+        found += [each for each in kinds if issubclass(each, Trainer)]
+        reached = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)]
+        found += [
+            f"{name}: {node.attr}" for node in reached if node.attr in private and ast.unparse(node.value) != "self"
+        ]
+    assert not found
+
+
+def test_the_recipes_losses_and_weights_are_those_of_transformers_own_trainer(tmp_path: Path) -> None:
+    """Of the same rows, padded where ours lie end to end, and in accumulated batches; dropout draws other numbers."""
+    run = replace(
+        literal_of(Path("2.1_lora_finetuning/run_0_cpu_x1")), lora_dropout=0.0, train_rows=40, validation_rows=8,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, eval_steps=0.2,
+        report_to="none", results_root=str(tmp_path),
+    )  # fmt: skip
+    tokenizer = load_tokenizer(run)
+    data = tokenized(load_splits(run), tokenizer, run)
+    ours = add_lora(load_base_model(run, {"": "cpu"}), run)
+    theirs, loop = copy.deepcopy(ours), TrainingLoop(ours, tokenizer, data, RunRecorder(run, ALONE))
+    order = [row for rows in loop.batches.steps() for row in rows]
+    train(loop)
+    arguments = training_arguments(run, tmp_path, kind=TrainingArguments, train_sampling_strategy="sequential")
+    arguments = replace(arguments, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+    rows, optimizer = [data.train[row] for row in order], make_optimizer(theirs, run)
+    trainer = Trainer(
+        theirs, arguments, make_collator(tokenizer), rows,
+        optimizers=(optimizer, make_schedule(optimizer, run, len(order) // 8)),
+    )  # fmt: skip
+    trainer.train()
+    losses, expected = ([each["loss"] for each in log if "loss" in each] for log in
+                        (loop.state.log_history, trainer.state.log_history))  # fmt: skip
+    assert len(set(expected)) == 5
+    assert losses == pytest.approx(expected, rel=1e-5)
+    end_rank()
 
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-
-
-class OneRank(Strategy):
-    """A strategy from outside of `common`: a model that nobody divides, and no other rank to agree with."""
-
-    def backward(self, batch: dict[str, torch.Tensor], num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        loss = self.loss(batch, num_items_in_batch)
-        loss.backward()
-        return loss.detach()
-
-
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-LOOPS = pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
 ALONE = Rank(0, 1, "cpu", "python")
 NOTHING_LEARNED = 1e-12
 """A rate of learning that changes nothing: the first validation is the best."""
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AuditedTrainer]]:
-    """A trainer with one of the two loops and a tiny classifier, four steps an epoch; what differs is told.
+def loop_of(tmp_path: Path) -> Iterator[Callable[..., TrainingLoop]]:
+    """The loop of a tiny classifier, four steps an epoch; what differs is told."""
 
-    Our loop is that of a parallelism which is registered here, and whose strategy is found by its name.
-    """
-    toy = Parallelism("toy", "a toy", "it is at hand", in_one_process=True, strategy=f"{__name__}:OneRank")
-    classification = TASKS["classification"]
-    monkeypatch.setitem(PARALLELISMS, toy.name, toy)
-    monkeypatch.setitem(
-        TASKS, "classification", replace(classification, parallelisms=(*classification.parallelisms, toy.name))
-    )
-
-    def make(loop: str, **settings: Any) -> AuditedTrainer:
+    def make(**settings: Any) -> TrainingLoop:
         run = RunConfig(
             task="classification",
             technique="full",
-            parallel="single" if loop == "the Trainer's" else toy.name,
             target_modules="all",
             per_device_train_batch_size=4,
             model="all-minilm-l6-v2",
-            eval_steps=0.1,
             report_to="none",
             results_root=str(tmp_path),
-            **{"num_train_epochs": 1, "learning_rate": 0.01, **settings},
+            **{"num_train_epochs": 1, "learning_rate": 0.01, "eval_steps": 0.1, **settings},
         )
         tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
         rows = tokens_of([{"text": "a ticket " * n, "class": n % 2} for n in range(16)], tokenizer, run)
         torch.manual_seed(0)
         model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY, **NO_DROPOUT))
-        strategy = strategy_class(run)(run, ALONE)
-        trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
-        return make_trainer(
-            model, tokenizer, rows, rows[:5], RunRecorder(run, ALONE), strategy=strategy, trainer_class=trainer_class
-        )
+        return TrainingLoop(model, tokenizer, Splits(rows, rows[:5], []), RunRecorder(run, ALONE))
 
     yield make
     end_rank()
 
 
 @pytest.fixture
-def trained(trainer_of: Callable[..., AuditedTrainer]) -> Callable[..., AuditedTrainer]:
-    """As `trainer_of`, after its training."""
-
-    def make_and_train(loop: str, **settings: Any) -> AuditedTrainer:
-        trainer = trainer_of(loop, **settings)
-        trainer.train()
-        return trainer
-
-    return make_and_train
+def trained(loop_of: Callable[..., TrainingLoop]) -> Callable[..., TrainingLoop]:
+    """As `loop_of`, after its training."""
+    return lambda **settings: train(loop_of(**settings))
 
 
-def test_loader_processes_and_a_parallelism_from_outside_change_no_loss(trained: Callable[..., AuditedTrainer]) -> None:
-    losses = []
-    for loop, workers in (("the Trainer's", 0), ("the Trainer's", 2), ("ours", 0)):
-        trainer = trained(loop, num_train_epochs=2, max_grad_norm=0.5, dataloader_num_workers=workers)
-        assert trainer.get_train_dataloader().num_workers == workers
-        assert check_training(trainer, ALONE)[0]["samples"] == 32
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    straight, by_workers, ours = losses
-    assert by_workers == straight
-    assert ours == pytest.approx(straight, rel=1e-5)
-    assert (type(trainer.strategy).__name__, len(set(straight))) == ("OneRank", 8)
+def losses_of(loop: TrainingLoop) -> list[float]:
+    return [entry["loss"] for entry in loop.state.log_history if "loss" in entry]
 
 
-@LOOPS
+def test_loader_processes_change_no_loss(trained: Callable[..., TrainingLoop]) -> None:
+    straight, by_workers = (trained(num_train_epochs=2, dataloader_num_workers=workers) for workers in (0, 2))
+    assert losses_of(by_workers) == losses_of(straight)
+    assert len(set(losses_of(straight))) == 8
+    assert check_training(by_workers)[0]["samples"] == 32
+
+
+@pytest.mark.parametrize("parallel", PARALLELISMS)
+def test_every_parallelism_takes_loader_processes_and_an_early_stop(parallel: str) -> None:
+    needed = {"single": {}, "mp": {"stages": 2}, "pp": {"devices": 2, "micro_batches": 2},
+              "tp": {"devices": 2, "task": "classification"}}.get(parallel, {"devices": 2})  # fmt: skip
+    RunConfig(technique="full", parallel=parallel, dataloader_num_workers=2, early_stopping_patience=2, **needed)
+
+
 @pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
 def test_training_ends_after_validations_without_a_better_model(
-    trained: Callable[..., AuditedTrainer], loop: str, early_stop: int, steps: int
+    trained: Callable[..., TrainingLoop], early_stop: int, steps: int
 ) -> None:
-    trainer = trained(loop, learning_rate=NOTHING_LEARNED, num_train_epochs=2, early_stopping_patience=early_stop)
-    assert (trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name) == (steps, "checkpoint-1")
-    assert [share["samples"] for share in check_training(trainer, ALONE)] == [4 * steps]
+    loop = trained(learning_rate=NOTHING_LEARNED, num_train_epochs=2, early_stopping_patience=early_stop)
+    assert (loop.state.global_step, Path(loop.state.best_model_checkpoint).name) == (steps, "checkpoint-1")
+    assert [share["samples"] for share in check_training(loop)] == [4 * steps]
 
 
-@pytest.mark.parametrize(
-    ("loop", "best"),
-    [("the Trainer's", "there"), ("ours", "there"), ("the Trainer's", "gone"), ("ours", "damaged")],
-)
+@pytest.mark.parametrize("best", ["there", "gone", "damaged"])
 def test_what_was_trained_to_its_end_can_be_trained_longer(
-    trained: Callable[..., AuditedTrainer], loop: str, best: str, capsys: pytest.CaptureFixture[str]
+    trained: Callable[..., TrainingLoop], best: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a run of another name; no later model is better than the first one's best, or the next one is."""
-    folder = Path(trained(loop, learning_rate=NOTHING_LEARNED).args.output_dir)
+    folder = trained(learning_rate=NOTHING_LEARNED).saver.folder
     first = folder / "checkpoint-1"
     if best == "gone":
         shutil.rmtree(first)
     if best == "damaged":
         (first / STATE_FILE).write_text("{}")
-    longer = trained(
-        loop,
-        learning_rate=NOTHING_LEARNED,
-        num_train_epochs=2,
-        run_name="longer",
-        resume_from_checkpoint=str(folder / "checkpoint-4"),
-    )
+    again = {"run_name": "longer", "resume_from_checkpoint": str(folder / "checkpoint-4")}
+    longer = trained(learning_rate=NOTHING_LEARNED, num_train_epochs=2, **again)
     assert longer.state.global_step == 8
     assert ("checkpoint-1, is gone or damaged" in capsys.readouterr().out) == (best != "there")
-    own = Path(longer.args.output_dir) / "checkpoint-5"
+    own = longer.saver.folder / "checkpoint-5"
     assert Path(longer.state.best_model_checkpoint) == (first if best == "there" else own)
 
 
@@ -326,207 +332,197 @@ def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@LOOPS
 def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
-    trained: Callable[..., AuditedTrainer], loop: str, monkeypatch: pytest.MonkeyPatch
+    trained: Callable[..., TrainingLoop],
 ) -> None:
-    """What is large is not read again."""
-    read_again: list[int] = []
-
-    def digest(path: Path) -> str:
-        read_again.append(path.stat().st_size if PARTIAL in path.parts else 0)
-        return digest_of(path)
-
-    monkeypatch.setattr("common.training.checkpoints.digest_of", digest)
-    trainer = trained(loop, learning_rate=NOTHING_LEARNED)
-    folder, saves = Path(trainer.args.output_dir), trainer.saves.for_record()
+    loop = trained(learning_rate=NOTHING_LEARNED)
+    folder, saves = loop.saver.folder, loop.saver.done
     assert {path.name: holds(path) for path in found_in(folder)} == {
         "checkpoint-1": WEIGHTS,
         "checkpoint-4": FULL_STATE,
     }
-    assert max(read_again) < 100_000, "random numbers and texts; the weights alone have 0.9 MiB"
-    assert (saves["best_weights"], saves["full_states"]) == (1, 1)
-    assert saves["bytes"] > bytes_below(folder) * 0.9
-    assert 0 < saves["longest_s"] < saves["held_up_s"] < trainer.work.reporting_s
+    assert (saves.best_weights, saves.full_states) == (1, 1)
+    assert saves.bytes > bytes_below(folder) * 0.9
+    assert 0 < saves.longest_s < saves.held_up_s < loop.work.reporting_s
     assert bytes_below(folder / "checkpoint-1") < 0.6 * bytes_below(folder / "checkpoint-4")
 
 
-@LOOPS
-def test_training_does_not_wait_for_the_disk_and_ends_with_its_best_weights(
-    trainer_of: Callable[..., AuditedTrainer], loop: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_run_ends_with_its_best_weights_also_where_they_are_written_while_it_goes_on(
+    loop_of: Callable[..., TrainingLoop], monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
-    """The third of four validations is the best, and the first one's weights are being written until training ends."""
-    kept, saved, seen = {}, {}, {}
+    """The third of four validations is the best; what is written meanwhile takes until the next one has ended."""
+    monkeypatch.setattr("common.training.saver.LITTLE_BYTES", 0 if goes_on else GIB)
+    loop, seen = loop_of(save_steps=4), {}
+    write = loop.part.write
 
     def accuracy_at(step: int) -> float:
-        seen[step] = copy.deepcopy(trainer.model.state_dict())
+        seen[step] = copy.deepcopy(loop.model.state_dict())
         return (0.1, 0.2, 0.3, 0.0)[step - 1]
 
-    for name in ("waits", "goes-on"):
-        trainer = with_accuracies(trainer_of(loop, run_name=name), accuracy_at)
-        if name == "goes-on":
-            trainer.saves_in_background = True
-            monkeypatch.setattr(UnfinishedCheckpoint, "is_written", lambda _: False)
-        trainer.train()
-        folder = Path(trainer.args.output_dir)
-        verified = {found.name: verify(found) for found in found_in(folder)}
-        kept[name] = {checkpoint: digests_of_tensors(folder / checkpoint) for checkpoint in verified}
-        saved[name] = (trainer.saves.best_weights, trainer.saves.full_states)
-        assert TrainerState.load_from_json(str(folder / "checkpoint-3" / STATE_FILE)).global_step == 3
-        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-3"
-        torch.testing.assert_close(dict(trainer.model.state_dict()), dict(seen[3]), rtol=0, atol=0)
-        assert any(not torch.equal(seen[4][weight], seen[3][weight]) for weight in seen[3])
-    assert saved == {"waits": (3, 1), "goes-on": (2, 1)}, "the second one's weights had no need to be written"
-    assert set(kept["waits"]) == {"checkpoint-3", "checkpoint-4"}
-    assert kept["goes-on"] == kept["waits"]
+    def write_late(folder: Path, *given: Any) -> list[Path]:
+        deadline_s = time.monotonic() + patient(60)
+        while goes_on and steps_at(folder) == max(seen) < 4 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return write(folder, *given)
+
+    monkeypatch.setattr(loop.part, "write", write_late)
+    train(with_accuracies(loop, accuracy_at))
+    assert {found.name: verify(found)[HOLDS] for found in found_in(loop.saver.folder)} == {
+        "checkpoint-3": WEIGHTS,
+        "checkpoint-4": FULL_STATE,
+    }
+    assert (loop.saver.done.best_weights, loop.saver.done.full_states) == (3, 1)
+    assert TrainerState.load_from_json(str(loop.saver.folder / "checkpoint-3" / STATE_FILE)).global_step == 3
+    torch.testing.assert_close(dict(loop.model.state_dict()), dict(seen[3]), rtol=0, atol=0)
+    loop.part.load(loop.saver.folder / "checkpoint-4", is_full=True)
+    torch.testing.assert_close(dict(loop.model.state_dict()), dict(seen[4]), rtol=0, atol=0)
+    assert any(not torch.equal(seen[4][weight], seen[3][weight]) for weight in seen[3])
 
 
 def when_written(unfinished: UnfinishedCheckpoint) -> bool:
     """As `is_written`, but on a machine whose disk is fast."""
-    if unfinished.background:
-        unfinished.background.result()
+    if unfinished.written:
+        unfinished.written.result()
     return True
 
 
-def digests_of_tensors(folder: Path) -> dict[str, str]:
-    """Of a checkpoint's files with weights and optimizer."""
-    files = [*folder.rglob("*.safetensors"), *folder.rglob("optimizer.pt"), *folder.rglob("*.distcp")]
-    assert files
-    return {file.name: digest_of(file) for file in files}
+def with_accuracies(loop: TrainingLoop, accuracy_at: Callable[[int], float]) -> TrainingLoop:
+    """The loop, whose validation after a step finds the accuracy that is told."""
+    own = loop.validate
+    loop.validate = lambda: {**own(), ACCURACY: accuracy_at(loop.state.global_step)}
+    return loop
 
 
-def with_accuracies(trainer: AuditedTrainer, accuracy_at: Callable[[int], float]) -> AuditedTrainer:
-    """The trainer, whose validation after a step finds the accuracy that is told."""
-    own = trainer.evaluate
-    trainer.evaluate = lambda *args, **others: {
-        **own(*args, **others), ACCURACY: accuracy_at(trainer.state.global_step)
-    }  # fmt: skip
-    return trainer
+def test_no_more_minutes_than_allowed_are_lost(trained: Callable[..., TrainingLoop]) -> None:
+    assert trained(learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saver.done.full_states == 4
 
 
-@LOOPS
-def test_what_is_written_later_is_as_it_was_copied(trained: Callable[..., AuditedTrainer], loop: str) -> None:
-    trainer = trained(loop)
-    copied = trainer.copied_parts(is_full=True)
-    with torch.no_grad():
-        trainer.model.classifier.weight.zero_()
-    (weight,) = (copied["model"][name] for name in copied["model"] if name.endswith("classifier.weight"))
-    assert weight.abs().sum() > 0
-    assert ("optimizer" in copied, "optimizer" in trainer.copied_parts(is_full=False)) == (True, False)
-
-
-@LOOPS
-def test_no_more_minutes_than_allowed_are_lost(trained: Callable[..., AuditedTrainer], loop: str) -> None:
-    assert trained(loop, learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saves.full_states == 4
-
-
-@pytest.mark.parametrize(
-    ("loop", "little_bytes"),
-    [
-        *((loop, 0) for loop in ("the Trainer's", "ours")),
-        *(pytest.param(loop, GIB, marks=pytest.mark.slow) for loop in ("the Trainer's", "ours")),
-    ],
-)
+@pytest.mark.parametrize("little_bytes", [0, pytest.param(GIB, marks=pytest.mark.slow)])
 def test_a_run_that_lost_some_steps_finds_the_best_weights_of_a_straight_one(
-    trainer_of: Callable[..., AuditedTrainer], loop: str, little_bytes: int, monkeypatch: pytest.MonkeyPatch
+    loop_of: Callable[..., TrainingLoop], little_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best weights are newer than the full state that is resumed.
 
     What is not little is written while training goes on.
     """
-    monkeypatch.setattr("common.training.trainer.LITTLE_BYTES", little_bytes)
+    monkeypatch.setattr("common.training.saver.LITTLE_BYTES", little_bytes)
     monkeypatch.setattr(UnfinishedCheckpoint, "is_written", when_written)
     settings = {"learning_rate": 0.003, "num_train_epochs": 2, "save_steps": 3}
     monkeypatch.setenv("FAULT", "raise step=6 point=batch")
     monkeypatch.setattr("common.runtime.faults._arrivals", Counter())
-    lost = with_accuracies(trainer_of(loop, **settings), lambda step: step)
+    lost = with_accuracies(loop_of(**settings), lambda step: step)
     with pytest.raises(ValueError, match="on purpose"):
-        lost.train()
+        train(lost)
     monkeypatch.delenv("FAULT")
-    folder = Path(lost.args.output_dir)
+    folder = lost.saver.folder
     newest = "checkpoint-5" if little_bytes else "checkpoint-4"  # the last one was not committed yet
     assert {path.name: holds(path) for path in found_in(folder)} == {"checkpoint-3": FULL_STATE, newest: WEIGHTS}
-    resumed = trainer_of(loop, **settings, run_name="resumed", resume_from_checkpoint=str(folder / "checkpoint-3"))
-    straight = trainer_of(loop, **settings, run_name="straight")
-    for trainer in (resumed, straight):
-        with_accuracies(trainer, lambda step: step).train()
-        assert trainer.state.best_global_step == 8
+    resumed = loop_of(**settings, run_name="resumed", resume_from_checkpoint=str(folder / "checkpoint-3"))
+    straight = loop_of(**settings, run_name="straight")
+    for loop in (resumed, straight):
+        assert train(with_accuracies(loop, lambda step: step)).state.best_global_step == 8
     torch.testing.assert_close(resumed.model.state_dict(), straight.model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("killed_at", "kept"), [(5, 2), (6, 4)])
 def test_killed_while_a_full_state_is_being_written_the_one_before_is_used(
-    trainer_of: Callable[..., AuditedTrainer], monkeypatch: pytest.MonkeyPatch, killed_at: int, kept: int
+    loop_of: Callable[..., TrainingLoop], monkeypatch: pytest.MonkeyPatch, killed_at: int, kept: int
 ) -> None:
     """That of step 4 has its name after step 5."""
-    monkeypatch.setattr("common.training.trainer.LITTLE_BYTES", 0)
+    monkeypatch.setattr("common.training.saver.LITTLE_BYTES", 0)
     monkeypatch.setattr(UnfinishedCheckpoint, "is_written", when_written)
     monkeypatch.setenv("FAULT", f"kill step={killed_at} point=batch")
-    trainer = with_accuracies(trainer_of("ours", num_train_epochs=2, save_steps=2), lambda step: step)
+    loop = with_accuracies(loop_of(num_train_epochs=2, save_steps=2), lambda step: step)
     child = os.fork()
     if not child:
         try:
-            trainer.train()
+            train(loop)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    folder = Path(trainer.args.output_dir)
+    folder = loop.saver.folder
     assert newest_whole(folder) == folder / f"checkpoint-{kept}"
     assert not list(folder.glob(f"*{BAD}"))
 
 
-@LOOPS
 def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_goes_on(
-    trained: Callable[..., AuditedTrainer], loop: str
+    trained: Callable[..., TrainingLoop],
 ) -> None:
     """Three validations without a better model before, one after each step, and two after, one after two steps each."""
-    short = trained(loop, learning_rate=NOTHING_LEARNED, early_stopping_patience=3)
-    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
-    settings = {"run_name": "longer", "resume_from_checkpoint": str(checkpoint), "early_stopping_patience": 5}
-    longer = trained(loop, learning_rate=NOTHING_LEARNED, num_train_epochs=3, **settings)
+    short = trained(learning_rate=NOTHING_LEARNED, early_stopping_patience=3)
+    settings = {"run_name": "longer", "resume_from_checkpoint": str(short.saver.folder / "checkpoint-4")}
+    longer = trained(learning_rate=NOTHING_LEARNED, num_train_epochs=3, early_stopping_patience=5, **settings)
     assert longer.state.global_step == 8
 
 
-@pytest.mark.slow
-@LOOPS
-def test_a_new_learning_rate_is_that_of_the_steps_that_follow(
-    trained: Callable[..., AuditedTrainer], loop: str
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [("cosine", 0.001), ("reduce_lr_on_plateau", 0.003), pytest.param("greedy", 0.003, marks=pytest.mark.slow)],
+)
+def test_a_schedule_goes_on_as_in_a_run_that_had_its_learning_rate_from_the_start(
+    loop_of: Callable[..., TrainingLoop], schedule: str, rate: float
 ) -> None:
-    """Shown by the rates that are logged, which are those of the optimizer: as of a run that had it from the start."""
-    short = trained(loop, learning_rate=0.003)
-    settings = {"num_train_epochs": 2, "learning_rate": 0.001}
-    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
-    resumed = trained(loop, **settings, run_name="resumed", resume_from_checkpoint=str(checkpoint))
-    straight = trained(loop, **settings, run_name="straight")
+    """Shown by the rates that are logged, which are those of the optimizer; no validation finds a better model."""
 
-    def rates(trainer: AuditedTrainer) -> dict[int, float]:
-        logged = (each for each in trainer.state.log_history if "learning_rate" in each)
-        return {each["step"]: each["learning_rate"] for each in logged if each["step"] > 4}
+    def rates(**settings: Any) -> tuple[Path, list[float]]:
+        loop = with_accuracies(loop_of(lr_scheduler_type=schedule, eval_steps=1, **settings), lambda _: 0.5)
+        logged = [each for each in train(loop).state.log_history if "loss" in each and each["step"] > 4]
+        return loop.saver.folder, [each["learning_rate"] for each in logged] + loop.schedule.get_last_lr()
 
-    assert len(rates(straight)) == 4
-    assert rates(resumed) == rates(straight)
-    schedules = [each.lr_scheduler for each in (resumed, straight)]
-    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    folder, _ = rates(learning_rate=0.003)
+    settings = {"learning_rate": rate, "num_train_epochs": 4}
+    _, straight = rates(**settings, run_name="straight")
+    assert len(set(straight)) > 1
+    again = {"run_name": "resumed", "resume_from_checkpoint": str(folder / "checkpoint-4")}
+    assert rates(**settings, **again)[1] == straight
 
 
-def test_a_step_that_overflowed_is_none_of_the_schedules(
-    trainer_of: Callable[..., AuditedTrainer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "optim",
+    ["adamw_torch", "sgd", "adafactor", "adamw_8bit", *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        "adamw_torch_fused", "adagrad", "rmsprop", "ademamix", "ademamix_8bit", "lion_8bit", "lion_32bit",
+        "paged_adamw_32bit", "paged_adamw_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit",
+    ))],
+)  # fmt: skip
+def test_an_optimizers_states_come_back_from_a_checkpoint_as_they_were(
+    trained: Callable[..., TrainingLoop], loop_of: Callable[..., TrainingLoop], optim: str
 ) -> None:
-    """With fp16 Accelerate skips the optimizer and the schedule then, and the Trainer counts the step; also before."""
-    short = trainer_of("the Trainer's")
-    overflows = property(lambda _: short.state.global_step == 2)
-    monkeypatch.setattr(Accelerator, "optimizer_step_was_skipped", overflows)
-    short.train()
-    check_training(short, ALONE)
-    assert (short.state.global_step, short.lr_scheduler.last_epoch, short.skips.steps) == (4, 3, 1)
-    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
-    longer = trainer_of("the Trainer's", num_train_epochs=2, run_name="longer", resume_from_checkpoint=str(checkpoint))
-    longer.train()
-    check_training(longer, ALONE)
-    assert (longer.state.global_step, longer.skips.steps) == (8, 1)
-    longer.skips.steps = 2
+    settings = {"optim": optim, "learning_rate": 1e-4, "save_steps": 4}
+    before = trained(**settings)
+    again = loop_of(**settings, run_name="again")
+    for loop in (before, again):
+        loop.part.load(before.saver.folder / "checkpoint-4", is_full=True)
+    first, second = (loop.optimizer.state_dict() for loop in (before, again))
+    assert first["state"] or optim == "sgd"
+    torch.testing.assert_close(second["state"], first["state"], rtol=0, atol=0)
+    straight, resumed = (
+        trained(**settings, num_train_epochs=2, run_name=name, resume_from_checkpoint=checkpoint)
+        for name, checkpoint in (("straight", ""), ("resumed", str(before.saver.folder / "checkpoint-4")))
+    )
+    torch.testing.assert_close(resumed.model.state_dict(), straight.model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_step_that_overflowed_is_none_of_the_schedules(loop_of: Callable[..., TrainingLoop]) -> None:
+    """With fp16 the optimizer's step is skipped then, losses are scaled less, and both is known where one resumes."""
+
+    def overflows_at(step: int, **settings: Any) -> TrainingLoop:
+        loop = loop_of(precision="fp16-mixed", **settings)
+        loop.model.classifier.bias.register_hook(lambda of: of / (loop.state.global_step != step))
+        return train(loop)
+
+    short = overflows_at(2)
+    longer = overflows_at(
+        -1, num_train_epochs=2, run_name="longer", resume_from_checkpoint=str(short.saver.folder / "checkpoint-4")
+    )
+    for loop, steps in ((short, 4), (longer, 8)):
+        check_training(loop)
+        assert (loop.state.global_step, loop.schedule.last_epoch, loop.skipped_steps) == (steps, steps - 1, 1)
+        assert {int(state["step"]) for state in loop.optimizer.state.values()} == {steps - 1}
+        assert loop.scaler.get_scale() == 2**15
+    longer.skipped_steps = 2
     with pytest.raises(RuntimeError, match="took 7 steps, training 8, of which 2 were skipped"):
-        check_training(longer, ALONE)
+        check_training(longer)
 
 
 def test_a_rank_that_resumes_before_a_step_with_fewer_rows_than_ranks_may_have_none() -> None:
@@ -534,25 +530,22 @@ def test_a_rank_that_resumes_before_a_step_with_fewer_rows_than_ranks_may_have_n
 
     def has_rows(first_step: int, rank: int) -> bool:
         batches = EpochBatches([9] * 33, batch_size=8, world_size=2, rank=0, seed=0)
-        trainer = SimpleNamespace(batches=batches, first_step=first_step, state=SimpleNamespace(global_step=6))
-        return steps_have_rows(trainer, rank)
+        state, saver = SimpleNamespace(global_step=6), SimpleNamespace(first_step=first_step)
+        return steps_have_rows(SimpleNamespace(batches=batches, steps_per_epoch=3, state=state, saver=saver), rank)
 
     assert [has_rows(step, rank) for step in (4, 5) for rank in (0, 1)] == [True, True, True, False]
 
 
-@LOOPS
-def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
-    trained: Callable[..., AuditedTrainer], loop: str
-) -> None:
+def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(trained: Callable[..., TrainingLoop]) -> None:
     """As an optimizer's groups have them, and DDP's wrapper."""
-    trainer = trained(loop)
-    held, optimizer = list(trainer.model.parameters()), trainer.optimizer
+    loop = trained()
+    held, optimizer = list(loop.model.parameters()), loop.optimizer
     assert sum(weight.untyped_storage().nbytes() for weight in held) > 0
-    trainer.free()
+    loop.free()
     held += [weight for group in optimizer.param_groups for weight in group["params"]]
     assert {(weight.untyped_storage().nbytes(), weight.grad) for weight in held} == {(0, None)}
     assert not optimizer.state
-    assert all(weight.is_meta for weight in trainer.model.parameters())
+    assert all(weight.is_meta for weight in loop.model.parameters())
 
 
 def test_a_batch_knows_its_answers_before_it_is_on_the_device() -> None:
@@ -564,12 +557,12 @@ def test_a_batch_knows_its_answers_before_it_is_on_the_device() -> None:
             return operation(*args, **(kwargs or {}))
 
     names: list[str] = []
-    strategy, ids = OneRank(RunConfig(), ALONE), torch.arange(12).view(2, 6)
-    strategy.attach(AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=16, **TINY)))
-    batch = strategy.inputs_for_loss({"input_ids": ids, "labels": ids.masked_fill(ids < 3, IGNORED_LABEL)})
+    ids = torch.arange(12).view(2, 6)
+    part = Part(AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=16, **TINY)), RunConfig(), ALONE)
+    batch = part.inputs_for_loss({"input_ids": ids, "labels": ids.masked_fill(ids < 3, IGNORED_LABEL)})
     with Operations():
-        strategy.backward(batch, 9, is_last=True)
-        strategy.sums(batch)
+        part.loss(batch, 9).backward()
+        part.sums(batch)
     assert {"aten::index.Tensor", "aten::mm", "aten::nonzero"} & set(names) == {"aten::index.Tensor", "aten::mm"}
 
 
@@ -582,8 +575,8 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
     batch, positions = make_collator(tokenizer)(rows), []
     sums = whole_row_results(next_token_logits(model, batch), batch["labels"]).sum(0)
     model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[1]))
-    trainer = make_trainer(add_lora(model, run), tokenizer, rows, rows, RunRecorder(run, ALONE))
-    assert trainer.evaluate()[VALIDATION_LOSS] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-6)
+    loop = TrainingLoop(add_lora(model, run), tokenizer, Splits(rows, rows, []), RunRecorder(run, ALONE))
+    assert loop.evaluate()[VALIDATION_LOSS] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-6)
     assert len(positions) == 3
     assert max(positions) < max(len(row["input_ids"]) for row in rows) - 1
     end_rank()
@@ -592,30 +585,29 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
 def test_logits_of_a_few_tokens_are_compared_where_the_vocabulary_is_large(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 1000)
+    monkeypatch.setattr("common.models.merging.LOGITS_AT_ONCE", 1000)
     rows = [dict.fromkeys(("input_ids", "attention_mask", "labels"), [1] * length) for length in (6, 30, 3)]
     config = LlamaConfig(vocab_size=100)
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(run=run_config),
+    loop = SimpleNamespace(
+        run=run_config,
         model=SimpleNamespace(config=config),
-        eval_dataset=rows,
+        validation_rows=rows,
         args=SimpleNamespace(per_device_eval_batch_size=3),
     )
-    assert [len(row["input_ids"]) for row in rows_to_compare(trainer)] == [6, 3]
+    assert [len(row["input_ids"]) for row in rows_to_compare(loop)] == [6, 3]
     config.vocab_size = 250
-    assert [{len(tokens) for tokens in row.values()} for row in rows_to_compare(trainer)] == [{4}]
+    assert [{len(tokens) for tokens in row.values()} for row in rows_to_compare(loop)] == [{4}]
 
 
-@LOOPS
-def test_counting_a_phases_tensors_leaves_the_run_as_it_was(trained: Callable[..., AuditedTrainer], loop: str) -> None:
+def test_counting_a_phases_tensors_leaves_the_run_as_it_was(trained: Callable[..., TrainingLoop]) -> None:
     def held() -> tuple:
-        weights = [(weight.detach().clone(), weight.grad) for weight in trainer.model.parameters()]
-        return weights, torch.get_rng_state(), list(trainer.work.rows)
+        weights = [(weight.detach().clone(), weight.grad) for weight in loop.model.parameters()]
+        return weights, torch.get_rng_state(), list(loop.work.rows)
 
-    trainer = trained(loop)
+    loop = trained()
     before = held()
-    count_steps(trainer, trainer.memory)
+    count_steps(loop)
     torch.testing.assert_close(held(), before, rtol=0, atol=0)
-    peaks = {phase: of_devices["cpu"] for phase, of_devices in trainer.memory.by_phase.items() if of_devices}
+    peaks = {phase: of_devices["cpu"] for phase, of_devices in loop.log.memory.by_phase.items() if of_devices}
     assert peaks.keys() == {"saving", "training", "validation"}
     assert peaks["saving"] < peaks["validation"] < peaks["training"]

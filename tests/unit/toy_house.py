@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common.training.strategy import Batch, Strategy, strategy_class
-from common.training.trainer import AuditedTrainer, make_trainer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
@@ -20,31 +20,43 @@ from common.base.specs import PARALLELISMS, TASKS, Parallelism, Task
 from common.checks.run_start import run_started
 from common.data.messages import tokenize_messages
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind
-from common.data.splits import load_splits, tokens_of
+from common.data.splits import load_splits
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.tasks.answers import Judge, answer_results, evaluate, make_collator
 from common.tasks.objectives import Objective, mean_loss
+from common.training.ddp import load_replica
 from common.training.export import save_and_reload
-from common.training.loop import LoopTrainer
-from common.training.steps import record, train
+from common.training.loop import TrainingLoop
+from common.training.part import Part
+from common.training.steps import record, sum_up
 
 
-class Averaging(Strategy):
+class Averaging(Part):
     """Every rank holds the whole model and has rows of its own; gradients are summed one by one."""
 
-    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        loss = self.loss(batch, num_items_in_batch)
-        loss.backward()
-        return loss.detach()
-
-    def finish_gradients(self) -> None:
-        """Sum them over the ranks: each rank's loss is part of one mean."""
+    @override
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Sum them over the ranks first: each rank's loss is part of one mean."""
         for weight in self.model.parameters():
             if weight.grad is not None:
                 dist.all_reduce(weight.grad)
-        super().finish_gradients()
+        return super().clip_gradients(max_norm)
+
+
+class Heard(TrainerCallback):
+    """A user's own callback, which stops the training one step before its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.steps.append(state.global_step)
+        control.should_training_stop = state.global_step == state.max_steps - 1
 
 
 def number_rows(run: RunConfig) -> RowKind:
@@ -71,7 +83,7 @@ def token_metrics(sums: torch.Tensor) -> dict[str, float]:
 FOUND = Objective(lambda tokenizer, *_: make_collator(tokenizer), token_results, token_metrics, "eval_found", True)
 AVERAGING = Parallelism(
     "averaging", "averaging by hand", "each of {devices} GPUs holds it all", splits_rows=True,
-    strategy=f"{Path(__file__).stem}:Averaging",
+    part=f"{Path(__file__).stem}:Averaging",
 )  # fmt: skip
 COUNTING = Task(
     "counting",
@@ -95,16 +107,17 @@ def workflow(run: RunConfig) -> Record:
         tokenizer, data = load_tokenizer(run), load_splits(run)
         base = load_base_model(run, whole_model_on(log.rank.device))
         before = evaluate(base, tokenizer, data.test, [Judge("base", base, tokenizer)], log, "before")
-        rows, validation = (tokens_of(split, tokenizer, run) for split in (data.train, data.validation))
-        strategy = strategy_class(run)(run, log.rank)
-        trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
-        trainer = make_trainer(
-            strategy.load_model(), tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class
-        )
-        trained = train(log, trainer)
-        tuned, differences = save_and_reload(log, trainer, tokenizer)
+        loop, heard = TrainingLoop(load_replica(run, log.rank), tokenizer, data, log), Heard()
+        loop.add_callback(heard)
+        with log.phase("training"):
+            for step in loop.steps():
+                for batch, _ in step:
+                    loop.loss(batch, step.label_count).backward()
+                loop.update()
+        trained = sum_up(loop)
+        tuned, differences = save_and_reload(log, loop, tokenizer)
         after = evaluate(tuned, tokenizer, data.test, [Judge("base", tuned, tokenizer)], log, "after")
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+        return record(log, before, after, **trained, heard=heard.steps, largest_logit_differences=differences)
 
 
 if __name__ == "__main__":

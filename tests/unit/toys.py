@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from common.planning.architectures import MODEL_CONFIGS
+from common.training.loop import TrainingLoop
 
 
 def tiny_shape(folder: Path, **sizes: int) -> str:
@@ -13,3 +14,12 @@ def tiny_shape(folder: Path, **sizes: int) -> str:
     path = folder / "tiny.json"
     path.write_text(json.dumps({**config, **tiny, "max_window_layers": sizes["num_hidden_layers"]}))
     return str(path)
+
+
+def train(loop: TrainingLoop) -> TrainingLoop:
+    """Take all steps, as 2.1's workflow does."""
+    for step in loop.steps():
+        for batch, _ in step:
+            loop.loss(batch, step.label_count).backward()
+        loop.update()
+    return loop

@@ -1,0 +1,353 @@
+"""The tables of chats: the README's, LoRA's (2.1), DDP's (2.2), those of docs/results.md, and runs side by side."""
+
+import io
+import json
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+import pandas as pd
+
+from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.checks import planner_command
+from common.records.store import Record
+from common.reporting import columns as col
+from common.reporting.columns import Column, Table, rows_with_accumulation
+from common.reporting.rows import (
+    FULL_DDP,
+    FULL_FSDP,
+    FULL_ZERO3,
+    LORA,
+    LORA_DDP,
+    NOT_RUN,
+    STRONG,
+    WEAK,
+    Row,
+    beside_one_device,
+    completed,
+    copies_of,
+    data_parallel_ranks,
+    kind_name,
+    kind_of,
+    published,
+    step_s,
+    waiting,
+)
+
+TWO_CARDS_QUESTION = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024"
+SETTINGS = ("quantization", "optim", "precision")
+"""Settings that are named where they differ from the defaults; the first means something for QLoRA alone."""
+WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
+"""Of runs side by side what is left out where all have the same."""
+
+# -- columns
+
+
+ROWS = Column(
+    "Batch size", lambda row: col.BATCH.cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row)
+)
+WHAT, WHERE = (col.APPROACH, col.SEED), (col.FIGURES, col.DEVICES)
+TIMES, MEMORY = (col.BATCH, col.STEPS, col.TIME, col.TOKENS_PER_S), (col.PEAK, col.PLANNED, col.COMMAND)
+QUALITY = (
+    *(*WHAT, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS, col.EFFECTIVE_BATCH, col.LEARNING_RATE),
+    *(col.SCORE_BEFORE, col.SCORE_TUNED, col.MINILM_BEFORE, col.MINILM, col.SHUFFLED, col.SHUFFLED_MINILM),
+    col.FACTS_BEFORE,
+)
+SPEED = (*WHAT, *TIMES, *WHERE, col.REPORTING, *MEMORY)
+SCALED = (*WHAT, *TIMES, col.SPEEDUP, col.CEILING, *WHERE, col.REPORTING, *MEMORY)
+
+
+def milliseconds(seconds: float) -> str:
+    """Return `57 ms`."""
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def _is_likely_to_fit(plan: Row) -> bool:
+    likely_gib = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
+    return likely_gib <= plan["per_device"][0]["capacity_gib"]
+
+
+def _fits(plan: Row) -> str:
+    if all(device["fits"] for device in plan["per_device"]):
+        return "yes"
+    return "tight" if _is_likely_to_fit(plan) else "no"
+
+
+def _rows_seen(row: Row) -> int:
+    return sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
+
+
+def _epochs(row: Row) -> str:
+    number = row["config"]["num_train_epochs"]
+    return f"{number} epoch" + ("" if number == 1 else "s")
+
+
+def _unusual(row: Row) -> str:
+    """Return those of `SETTINGS` that differ from the defaults; older records may lack one."""
+    names = SETTINGS if TECHNIQUES[row["technique"]].quantizes else SETTINGS[1:]
+    found = {name: row["config"].get(name) for name in names}
+    return ", ".join(value for name, value in found.items() if value not in (None, getattr(RunConfig, name)))
+
+
+def _shared_by(row: Row) -> str:
+    """Return `1`, or `2, FSDP`: the number of devices, and how they share the work."""
+    how, copies = PARALLELISMS[row["parallel"]], copies_of(row)
+    shared = "" if how.is_single else f", {how.label}"
+    return f"{row['config']['devices']}{shared}" + (f" ({copies} copies)" if copies > 1 else "")
+
+
+def _what(row: Row) -> str:
+    is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
+    return kind_name(*kind_of(row)) + (", same rows each" if is_weak else "")
+
+
+# -- rows
+
+
+def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
+    rows = beside_one_device(completed(records, LORA_DDP), records, same)
+    return [row for row in rows if row["baseline"]]
+
+
+def _front_runs(records: list[Record]) -> list[Row]:
+    """Return what two devices bring and cost: runs started by command, on the usual seed; a baseline only once."""
+    runs = [
+        record
+        for record in records
+        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
+    ]
+    full_runs = beside_one_device(completed(runs, FULL_DDP, FULL_FSDP, FULL_ZERO3), runs, STRONG)
+    rows = [*_ddp_runs(runs, STRONG), *_ddp_runs(runs, WEAK), *(row for row in full_runs if row["baseline"])]
+    return list({(row["run_folder"], row["run_name"], _what(row)): row for row in rows}.values())
+
+
+def planner_says(question: str) -> str:
+    """Return what the planner prints for the options of a question."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        planner_command.answer(planner_command.read_options(question.split()))
+    return said.getvalue()
+
+
+def _plans_on_two_cards(_: list[Record]) -> list[Row]:
+    """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
+    ranked = json.loads(planner_says(f"{TWO_CARDS_QUESTION} --json"))["ranked"]
+    fit = len(list(takewhile(_is_likely_to_fit, ranked)))
+    return ranked[: fit + 1]
+
+
+TABLES = {
+    "front": Table(
+        _front_runs,
+        (
+            Column("What", _what),
+            col.SHORT_DEVICES,
+            col.BATCH.titled("Rows per step"),
+            col.TIME.titled("Time"),
+            col.SPEEDUP.titled("Speed-up"),
+            col.CEILING.titled("Ceiling"),
+            col.FACTS,
+        ),
+    ),
+    "two-cards": Table(
+        _plans_on_two_cards,
+        (
+            Column(
+                "Way",
+                lambda plan: (
+                    f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
+                    + (", checkpointed" if plan["gradient_checkpointing"] else "")
+                ),
+            ),
+            Column("Fits", _fits),
+            Column(
+                "GiB per GPU",
+                lambda plan: (
+                    f"{max(device['phases_gib'][plan['highest_phase']] for device in plan['per_device']):.1f}"
+                    f" of {plan['per_device'][0]['capacity_gib']:.1f}"
+                ),
+            ),
+            Column("Largest batch", "max_batch_size"),
+            Column("Tokens/s", "tokens_per_s", "{:,.0f}"),
+            Column("USD per epoch", "cost_usd_per_epoch", "{:.2f}"),
+        ),
+    ),
+    "master": Table(
+        completed,
+        (
+            col.TECHNIQUE,
+            Column("Settings", _unusual),
+            col.MODEL,
+            Column(
+                "Data",
+                lambda row: f"{Path(row['config']['data']).name}, {_rows_seen(row):,} rows in up to {_epochs(row)}",
+            ),
+            col.MACHINE,
+            Column(
+                "Before",
+                lambda row: (
+                    f"before: score {col.SCORE_BEFORE.cell(row)}, by MiniLM {col.JUDGED_BEFORE.cell(row)}, "
+                    f"facts said {col.FACTS_BEFORE.cell(row)}"
+                ),
+            ),
+            Column("Devices", _shared_by),
+            Column("Launcher", "launcher"),
+            col.SEED,
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
+            col.TIME.titled("Time"),
+            col.PEAK.titled("Peak GiB"),
+            col.SCORE.titled("Score"),
+            col.JUDGED.titled("MiniLM"),
+            col.FACTS.titled("Facts"),
+        ),
+        shared=("Technique", "Settings", "Model", "Data", "Machine", "Before"),
+    ),
+    "results-published": Table(
+        lambda _: published(),
+        (
+            Column("Source", "source"),
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.EPOCHS,
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
+            col.TIME.titled("Time"),
+            col.SCORE.titled("Score"),
+        ),
+        shared=("Source",),
+    ),
+    "results-not-run": Table(
+        waiting,
+        (
+            col.MODEL,
+            Column("Epochs", _epochs),
+            Column("Run folder", "run_folder", lambda place: f"{place.partition('_')[0]}, `{Path(place).name}`"),
+            col.APPROACH,
+            col.DEVICES.titled("GPUs"),
+            col.BATCH.titled("Batch"),
+            col.LEARNING_RATE.titled("Learning rate"),
+        ),
+        shared=("Model", "Epochs"),
+    ),
+    "lora-quality": Table(lambda records: completed(records, LORA), QUALITY, waiting=(LORA,), published=(LORA,)),
+    "lora-speed": Table(lambda records: completed(records, LORA), SPEED, waiting=(LORA,), published=(LORA,)),
+    "ddp-quality": Table(
+        lambda records: completed(records, LORA, LORA_DDP),
+        QUALITY,
+        waiting=(LORA, LORA_DDP),
+        published=(LORA, LORA_DDP),
+    ),
+    # the same steps, shared (strong scaling)
+    "ddp-strong": Table(partial(_ddp_runs, same=STRONG), SCALED),
+    # fewer, larger steps for the same rows (weak scaling)
+    "ddp-weak": Table(
+        partial(_ddp_runs, same=WEAK), (*SCALED, col.CUDA, col.VRAM), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
+    ),
+    # where a step's time goes when its rows are shared; the bare steps were timed in the run
+    "ddp-step": Table(
+        lambda records: [
+            row for row in _ddp_runs(records, STRONG) if kind_of(row) == LORA_DDP and row.get("machine_ceiling")
+        ],
+        (
+            col.SEED,
+            Column("Started by", "launcher"),
+            col.STEPS,
+            Column("One rank, the whole batch, in training", lambda row: step_s(row["baseline"]), milliseconds),
+            Column("One rank, the whole batch, bare", "machine_ceiling.one_rank_global_batch_step_s", milliseconds),
+            Column("One rank, its share alone, bare", "machine_ceiling.one_rank_share_step_s", milliseconds),
+            Column(
+                "All ranks at once, not synchronising, bare", "machine_ceiling.all_ranks_share_step_s", milliseconds
+            ),
+            Column("All ranks, in training with DDP", step_s, milliseconds),
+        ),
+    ),
+}
+
+
+# -- runs side by side
+
+
+FACTS_OF_ORIGINAL_BASE = replace(col.FACTS, value="quality.after_original_base.facts_said_share")
+"""Of an adapter that was merged into the base before it was quantized."""
+SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
+
+
+def _has_adapters(row: Row) -> bool:
+    return TECHNIQUES[row["technique"]].has_adapters
+
+
+SIDE_BY_SIDE = (
+    col.KIND.titled("approach"),
+    col.DEVICES.titled("devices"),
+    Column("rows per device and step", "config.per_device_train_batch_size", int),
+    Column("effective batch size", "effective_batch_size", int),
+    Column("steps", "steps", int),
+    Column("learning rate", "config.learning_rate", "{:g}"),
+    Column(
+        "rank of the adapters",
+        lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
+        none=None,
+    ),
+    col.SCORE_BEFORE.titled("similarity score before"),
+    col.SCORE.titled("similarity score after"),
+    col.JUDGED_BEFORE.titled("by MiniLM before"),
+    col.JUDGED.titled("by MiniLM after"),
+    col.SHUFFLED.titled("answers shuffled"),
+    col.JUDGED_SHUFFLED.titled("shuffled, by MiniLM"),
+    col.FACTS_BEFORE.titled("facts said before"),
+    col.FACTS.titled("facts said after"),
+    col.LOSS.titled("lowest validation loss"),
+    col.WHOLE_TIME.titled("training time"),
+    col.REPORTING.titled("of that, validation and checkpoints"),
+    col.TOKENS_PER_S.titled("tokens per second"),
+    col.PEAK.titled("peak memory per device (GiB)"),
+    col.PLANNED.titled("training's peak, planned / measured"),
+    Column(
+        "weights that a step changes",
+        lambda row: None if _has_adapters(row) else row["updated_share"],
+        "{:.0%}",
+        none=None,
+        missing=None,
+    ),
+    Column(
+        "weights of the base, in 4 bits / not (GiB)",
+        "quantization",
+        lambda stored: f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}",
+        none=None,
+        missing=None,
+    ),
+    Column(
+        "facts said, merged into the original base",
+        lambda row: FACTS_OF_ORIGINAL_BASE.cell(row) if row["quantization"] else None,
+        none=None,
+        missing=None,
+    ),
+    replace(col.IDLE, title="idle share per stage", none=None, missing=None),
+)
+"""What stands of a completed run beside others; None: it means nothing for this one."""
+FAILED = Column("status", lambda row: f"{row['status']}: {row.get('error', '')[:60]}")
+
+
+def side_by_side(records: list[Record]) -> pd.DataFrame:
+    """Return runs as columns, their settings and results as rows: what `make demo` prints."""
+    table = pd.DataFrame({
+        f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
+    })  # fmt: skip
+    same = [name for name in WHERE_THEY_DIFFER if name in table.index and table.loc[name].dropna().nunique() < 2]
+    return table.drop(index=same).dropna(how="all").fillna("")
+
+
+def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
+    if record["status"] != "completed":
+        return {FAILED.title: FAILED.cell(record)}
+    said = {column.title: column.cell(record) for column in SIDE_BY_SIDE}
+    for same, words in SAME_WORK.items():
+        row = beside_one_device([record], records, same)[-1]
+        if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
+            said |= {f"speed-up {words}": col.SPEEDUP.cell(row), f"machine's ceiling {words}": col.CEILING.cell(row)}
+    return said
