@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from bench import levers
 from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, take_steps, trial_started
 from bench.levers import attend_in_a_batch, pulled
 from common.hardware.devices import find_gpu
 from common.models import chunked_loss
+from common.models.loading import load_base_model
 from common.models.separate_rows import attend_within_rows
 from common.planning import memory_plan, phases
 
@@ -24,19 +24,9 @@ def update_by(*pulled_levers: str) -> torch.Tensor:
     """Return by how much some steps change all trained weights."""
     trial = Trial("full", "", {"precision": "fp32", "optim": "adamw_8bit"}, pulled_levers)
     with pulled(trial.levers), trial_started(trial.run(REHEARSED_SCALE)) as log:
-        begin = StartWeights()
-        return trained_weights(take_steps(log, begin).model) - begin.weights
-
-
-def trained_weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([weight.detach().flatten() for weight in model.parameters() if weight.requires_grad])
-
-
-class StartWeights(TrainerCallback):
-    """Copies the weights before they are trained."""
-
-    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
-        self.weights = trained_weights(model)
+        model, before = take_steps(log).model, load_base_model(log.run, {"": "cpu"}).state_dict()
+    trained = [named for named in model.named_parameters() if named[1].requires_grad]
+    return torch.cat([(weight.detach() - before[name]).flatten() for name, weight in trained])
 
 
 @pytest.fixture(scope="module")

@@ -462,19 +462,19 @@ def test_what_is_measured_is_the_folders_own_loop(
     asked = run_of_folder(Path(FSDP), ["--parallel", parallel])
     for loop in ("fsdp", "ddp", "zero"):
         monkeypatch.setattr(workflow_of(asked), f"train_with_{loop}", mock.Mock(side_effect=InterruptedError(loop)))
-    rows = tried_rows.rows_of_length(asked, 16)
     with pytest.raises(InterruptedError, match=own):
-        preflight.measure(asked, rows, UNPLACED, Rank(0, 2, "cpu", "torchrun"), tmp_path)
+        preflight.measure(
+            asked, tried_rows.rows_of_length(asked, 16), UNPLACED, Rank(0, 2, "cpu", "torchrun"), tmp_path
+        )
 
 
-def test_a_run_without_a_folder_is_trained_by_the_folder_of_its_kind() -> None:
-    two = {"parallel": "ddp", "devices": 2}
-    kinds = {DDP: two, FULL: {"technique": "full"}, FSDP: {"technique": "full", **two}}
-    assert {folder: folder_for(RunConfig(**kind)) for folder, kind in kinds.items()} == {
-        folder: REPOSITORY / folder for folder in kinds
-    }
-    with pytest.raises(BadInputError, match="No run folder trains lora with mp"):
-        folder_for(RunConfig(parallel="mp", stages=2))
+@pytest.mark.parametrize(("technique", "parallel", "folder"), [("lora", "ddp", DDP), ("full", "ddp", FSDP),
+                                                               ("full", "single", FULL)])  # fmt: skip
+def test_a_run_without_a_folder_is_trained_by_the_folder_of_its_kind(
+    technique: str, parallel: str, folder: str
+) -> None:
+    devices = 1 if parallel == "single" else 2
+    assert folder_for(RunConfig(technique=technique, parallel=parallel, devices=devices)) == REPOSITORY / folder
 
 
 @pytest.mark.usefixtures("own_environment")
