@@ -224,14 +224,6 @@ def test_shards_go_on_when_a_machine_is_lost(two_hosts: Callable, one_device: Ca
             ("--learning_rate", "0.004"),
             "rank 0 (host0) has settings learning_rate 0.003, but rank 1 (host1) has learning_rate 0.004",
         ),
-        # 2.6's own, whose checkpoints are written by all ranks together
-        pytest.param(
-            FSDP,
-            ("--parallel", "ddp"),
-            (),
-            "These checkpoints have a part of every rank, but host0 and host1 each see another disk",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             FSDP,
             (),
@@ -240,7 +232,7 @@ def test_shards_go_on_when_a_machine_is_lost(two_hosts: Callable, one_device: Ca
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["machines that differ", "parts of 2.6's ddp on a disk each", "shards on a disk each"],
+    ids=["machines that differ", "shards on a disk each"],
 )
 def test_what_cannot_be_is_refused_on_every_machine(
     two_hosts: Callable, script: Path, settings: tuple[str, ...], of_second: tuple[str, ...], said: str
