@@ -343,7 +343,8 @@ def clip_divided(
     # on this rank's own device: offloaded gradients, or none, are on the host, where NCCL sums nothing
     squares = get_total_norm(list(divided)).to(device).float() ** 2
     dist.all_reduce(squares, group=group)
-    norm = (squares + get_total_norm(list(whole)).to(device) ** 2).sqrt()
+    counted_once = list(whole)
+    norm = (squares + get_total_norm(counted_once) ** 2 if counted_once else squares).sqrt()
     if max_norm and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
