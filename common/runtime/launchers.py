@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -90,7 +91,8 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
     Raises:
         RuntimeError: If the command ends with another exit code than 0.
     """
-    print("$ " + without_secrets(shlex.join(command)).replace(sys.executable, "python"))
+    said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
+    print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself
     with subprocess.Popen(
         command,
         cwd=cwd,
