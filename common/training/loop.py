@@ -258,6 +258,7 @@ class TrainingLoop:
         )
 
     def _counted(self, batch: Batch) -> Batch:
+        self.reach("batch")
         self.work.count(batch["row"], batch)  # before the batch moves: a GPU would be waited for
         return batch
 
@@ -273,7 +274,6 @@ class TrainingLoop:
 
     def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
         """Return the sum of a batch's losses over `label_count`, the labels of its step; with fp16 scaled up."""
-        self.reach("batch")
         loss = self.part.loss(batch, label_count)
         self.add_loss(loss)
         return self.scaler.scale(loss)
