@@ -27,6 +27,7 @@ from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
+from common.runtime.watch import reached
 from common.tasks.summarization import summarize
 from common.training.callbacks import FirstStepReport, ProgressReport
 from common.training.checkpoints import steps_at
@@ -88,7 +89,8 @@ class OwnRowsTrainer(Seq2SeqTrainer):
         )
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Back-propagate a batch, and count its rows."""
+        """Back-propagate a batch, and count its rows; the watch over hanging ranks hears of it."""
+        reached("batch", self.state.global_step + 1)
         self.loop.work.count(inputs.pop("row"), inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
