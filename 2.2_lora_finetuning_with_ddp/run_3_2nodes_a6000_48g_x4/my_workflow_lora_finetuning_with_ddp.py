@@ -13,8 +13,6 @@ gradients are exchanged in the last backward pass of a step, (4) gradient checkp
 machine's ceiling is measured beside the speed-up.
 """
 
-from contextlib import nullcontext
-
 from my_utils_lora_finetuning_with_ddp import measure_ceiling
 from transformers import PreTrainedModel
 
@@ -25,7 +23,7 @@ from common.data.rows import Splits
 from common.models.trained_weights import add_lora
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.ddp import data_parallel
+from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, merge, record, sum_up
 
@@ -59,7 +57,7 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
         for step in loop.steps():  # (2) yields this rank's rows alone
             for batch, is_last in step:
                 # (3) before the last batch of a step gradients only add up on each rank
-                with nullcontext() if is_last else replica.no_sync():
+                with exchanging(replica, is_last):
                     loss = loop.loss(batch, step.label_count)  # a sum over this batch, over the labels of all ranks
                     (loss * log.rank.world_size).backward()  # DDP divides the ranks' sum by their number
             loop.update()  # clip the gradients, step, and forget them

@@ -58,9 +58,9 @@ def train_with_zero(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Tra
     with log.phase("build trainer"):
         model = load_for_zero(log.run, log.rank)
         optimizer = make_optimizer(model, log.run)
+    with log.phase("training"):
         engine = zero_engine(model, optimizer, log.run)  # (2)
         loop = TrainingLoop(engine, tokenizer, data, log, optimizer)
-    with log.phase("training"):
         for step in loop.steps():
             for batch, is_last in step:
                 engine.set_gradient_accumulation_boundary(is_last)  # (3)

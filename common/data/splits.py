@@ -92,8 +92,8 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
         source, found = f"The dataset {run.data}", _splits_on_hub(run)
     else:
         raise BadInputError(
-            f"There are no data {run.data} here or in the repository: pass --data with a folder that holds the files "
-            f"train, validation and test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a "
+            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds the "
+            f"files train, validation and test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a "
             "dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)

@@ -403,8 +403,7 @@ class TrainingLoop:
                 self.schedule.step()
         self.scaler.load_state_dict(of_rank.get("scaler", {}))
         if self.rank.is_main:
-            folder = self.saver.resumes_from.name
-            print(f"resumes after step {self.state.global_step} of {self.state.max_steps}, from {folder}")
+            print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 
     def _tell(self, event: str, **about: object) -> None:
         """Tell all callbacks of an event, which may change what is to follow."""
