@@ -21,8 +21,9 @@ OPT_SIZES = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_att
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LARGER_START = {"initializer_range": 0.2}
 """As `tests.recipes.conftest.TINY` has it: with 0.02 a tiny encoder's classes are the same for every text."""
-ENCODER_SIZES = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "max_position_embeddings": 512, **LARGER_START}  # fmt: skip
+ENCODER_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 512,
+                 **LARGER_START}  # fmt: skip
 DISTILBERT_SIZES = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, **LARGER_START}
 DEBERTA_V3 = {"relative_attention": True, "position_buckets": 32, "pos_att_type": ["p2c", "c2p"],
               "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False,
