@@ -19,6 +19,7 @@ from common.planning.job import BatchShape
 from common.planning.run_jobs import job_of_run
 from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
+from common.runtime.disks import MARK
 from common.runtime.virtual_hosts import virtual_network
 from tests.network.virtual_links import sent_bytes
 from tests.network.workers import GLOBAL_BATCH, RUN_S, SAME, START_S, STEPS, Place, Worker, needs_hosts, wait_until
@@ -193,6 +194,7 @@ def test_a_machine_that_is_added_takes_its_share(two_hosts: Callable, one_device
     wait_for_checkpoint(4, first.results, [first])
     stale = tmp_path / "disk1" / "results" / "test" / "checkpoints"  # of another run of this name, and further on
     shutil.copytree(first.results / "checkpoints" / "checkpoint-4", stale / "checkpoint-400")
+    shutil.copyfile(first.results / MARK, stale.parent / MARK)
     second = place.start_ranks(1, **ELASTIC)
     place.finish_well()
     assert first.has_said("1 of 2 ranks started")
