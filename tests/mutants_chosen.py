@@ -120,13 +120,6 @@ DATA = (
         _unit("separate_rows", "a_window_of_attention_reaches_no_further_than_it"),
     ),
     Fault(
-        "ranks have unequal numbers of batches within a budget",
-        "common/data/batches.py",
-        "return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))",
-        "return own",
-        _unit("separate_rows", "all_ranks_have_as_many_batches_within_the_budget"),
-    ),
-    Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
         "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
@@ -1004,8 +997,8 @@ MODELS_AND_ROWS = (
     Fault(
         "rows on disk come in the order of their file, whichever were asked for",
         "common/data/stored_rows.py",
-        "        return RowsOnDisk(self._mapped.select(numbers))\n",
-        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
+        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in numbers])\n",
+        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in sorted(numbers)])\n",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(

@@ -13,7 +13,7 @@ from common.data.files import TABLES, TEXT_FILE
 from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
 from common.data.plain_texts import continuation_of, is_plain, opening_of, tokenize_plain
-from common.data.row_checks import check_budget, say_once
+from common.data.row_checks import say_once
 from common.data.rows import (
     IGNORED_LABEL,
     Found,
@@ -25,7 +25,6 @@ from common.data.rows import (
     placed,
     places_of,
     said_in,
-    tokens_in,
 )
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
@@ -250,7 +249,6 @@ def _learnt_rows(
             tokens = first_tokens(whole, run.max_length)
             if run.long_texts == "refuse" and _is_answer_cut(whole, run.max_length):
                 cut.append(row)
-            check_budget(tokens_in(tokens), row, run)
             if "picture" in row:
                 check_picture_kept(row, whole, run.max_length, tokenizer)
             if is_learnt(tokens):

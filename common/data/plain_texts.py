@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.control_tokens import AS_TEXT
-from common.data.row_checks import check_budget
 from common.data.rows import Row, Tokens
 from common.data.stored_rows import batches_of, stored
 
@@ -56,9 +55,8 @@ def _learnt_pieces(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for batch in batches_of(rows, "tokenizing"):
         texts = tokenizer([row["text"] for row in batch], **AS_TEXT)["input_ids"]
-        for row, text in zip(batch, texts, strict=True):
+        for text in texts:
             ids = [*text, *end]
-            check_budget(min(len(ids), run.max_length), row, run)
             for start in range(0, len(ids), run.max_length):
                 piece = ids[start : start + run.max_length]
                 if len(piece) > 1:  # a single token predicts nothing

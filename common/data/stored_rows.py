@@ -1,24 +1,23 @@
-"""Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps.
+"""Rows that may be more than memory holds: a list while they are few, else lines of JSON in a file on disk.
 
-A file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
+The file has no name: it goes with the process that reads it, however that ends.
 """
 
+import json
+import os
 import sys
 import tempfile
-import uuid
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import IO, Any, overload
 
 from tqdm import tqdm
 
 from common.base.errors import BadInputError
 from common.data.rows import texts_of
 from common.runtime.world import is_main_process
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 IN_MEMORY = 256 * 2**20
 """Bytes of rows, about, that are held in memory."""
@@ -56,44 +55,20 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
         BadInputError: the cache cannot be written, say because its disk is full.
     """
     from datasets import config  # here: it takes two seconds to import
-    from datasets.exceptions import DatasetGenerationError
 
-    cache = Path(config.HF_DATASETS_CACHE)
+    cache, begins = Path(config.HF_DATASETS_CACHE), array("Q", [0])
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        # open files cannot be removed on some network file systems
-        with tempfile.TemporaryDirectory(prefix="rows-", dir=cache, ignore_cleanup_errors=True) as folder:
-            return RowsOnDisk(_mapped(rows, folder))
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        if isinstance(cause, OSError):
-            raise BadInputError(
-                f"The rows take more than memory is meant to hold, and cannot be written into the cache {cache} "
-                f"({cause}): make room there, or set HF_DATASETS_CACHE to a folder with more."
-            ) from None
-        raise cause from None  # what is wrong with a row
-
-
-def _mapped(rows: Iterable[dict[str, Any]], folder: str) -> "Dataset":
-    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown.
-
-    The rows come with their own, and once: not on every rank.
-    """
-    from datasets import Dataset, Features, Json
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        return Dataset.from_generator(
-            lambda: ({"row": row} for row in rows),
-            features=Features({"row": Json()}),  # rows of one file may have other keys
-            cache_dir=folder,
-            fingerprint=uuid.uuid4().hex,
-        )
-    finally:
-        if not were_disabled:
-            enable_progress_bars()
+        file = tempfile.TemporaryFile(prefix="rows-", dir=cache)  # noqa: SIM115 (as long as its rows)
+        for row in rows:
+            begins.append(begins[-1] + file.write(json.dumps(row, default=str).encode()))
+        file.flush()
+    except OSError as error:
+        raise BadInputError(
+            f"The rows take more than memory is meant to hold, and cannot be written into the cache {cache} "
+            f"({error}): make room there, or set HF_DATASETS_CACHE to a folder with more."
+        ) from None
+    return RowsOnDisk(file, begins, range(len(begins) - 1))
 
 
 def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[Any]:
@@ -103,15 +78,15 @@ def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[
 class RowsOnDisk(Sequence[dict[str, Any]]):
     """Rows that are read from disk when they are asked for.
 
-    Processes that are started by `spawn` cannot take them, as their file is gone; those that are forked can.
+    Processes that are started by `spawn` cannot take them, as their file has no name; those that are forked can.
     """
 
-    def __init__(self, mapped: "Dataset") -> None:
-        """`mapped`: with a column `row`."""
-        self._mapped = mapped
+    def __init__(self, file: IO[bytes], begins: Sequence[int], numbers: Sequence[int]) -> None:
+        """`begins`: where each row of the file begins, and where the last one ends; `numbers`: of these rows there."""
+        self._file, self._begins, self._numbers = file, begins, numbers
 
     def __len__(self) -> int:
-        return len(self._mapped)
+        return len(self._numbers)
 
     @overload
     def __getitem__(self, place: int) -> dict[str, Any]: ...
@@ -119,16 +94,13 @@ class RowsOnDisk(Sequence[dict[str, Any]]):
     def __getitem__(self, place: slice) -> "RowsOnDisk": ...
     def __getitem__(self, place: int | slice) -> "dict[str, Any] | RowsOnDisk":
         if isinstance(place, slice):
-            return self.taken(range(len(self))[place])
-        return self._mapped[place]["row"]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for start in range(0, len(self), BATCH_ROWS):
-            yield from self._mapped[start : start + BATCH_ROWS]["row"]
+            return RowsOnDisk(self._file, self._begins, self._numbers[place])
+        begin, end = (self._begins[self._numbers[place] + more] for more in (0, 1))
+        return json.loads(os.pread(self._file.fileno(), end - begin, begin))
 
     def taken(self, numbers: Sequence[int]) -> "RowsOnDisk":
         """Return the rows of these numbers, in this order."""
-        return RowsOnDisk(self._mapped.select(numbers))
+        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in numbers])
 
 
 def take(rows: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Sequence[dict[str, Any]]:

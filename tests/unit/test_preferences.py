@@ -172,7 +172,6 @@ def test_loss_and_gradients_of_a_step_are_trls(
         {"beta": -0.1},
         {"task": "chat", "beta": 0.2},
         {"task": "classification", "technique": "full", "exchange_answers": True},
-        {"max_batch_tokens": 64},
         {"padding_free": "yes"},
         {"train_on": "all"},
         {"prompt_column": "question"},

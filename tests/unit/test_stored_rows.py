@@ -117,8 +117,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_the_data(
         on_disk.write_text("no folder")
     else:
         no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", no_room)
-        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_batch", no_room)
+        monkeypatch.setattr(stored_rows.tempfile, "TemporaryFile", Mock(return_value=Mock(write=no_room)))
     refused = refusal_of(run)
     assert f"cannot be written into the cache {on_disk} " in refused
     assert "HF_DATASETS_CACHE" in refused
