@@ -316,9 +316,9 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "DDP by hand: gradients stay on their own rank",
-        "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
-        "with nullcontext() if is_last else replica.no_sync():",
-        "with replica.no_sync():",
+        "common/training/ddp.py",
+        "isinstance(replica, DistributedDataParallel) and not is_last else",
+        "isinstance(replica, DistributedDataParallel) else",
         _equals_one_device("DDP, full"),
     ),
     Fault(
@@ -896,8 +896,8 @@ GPUS = (
     Fault(
         "fp16's skipped steps end a run after all its work",
         "common/training/loop.py",
-        "            self.skipped_steps += self.scaler.get_scale() < scale\n",
-        "            self.skipped_steps += 0\n",
+        "        self.skipped_steps += self.scaler.get_scale() < scale\n",
+        "        self.skipped_steps += 0\n",
         _unit("training", "a_step_that_overflowed_is_none_of_the_schedules"),
     ),
     Fault(
