@@ -189,7 +189,9 @@ LOSS = (
         "the loss is averaged per rank, not over the tokens of all",
         "common/training/loop.py",
         "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)",
-        "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows[:1]) * len(rows)",
+        "own_rows = [row for batch in batches for row in batch]\n"
+        "            label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in own_rows)\n"
+        "            label_count *= self.batches.world_size",
         _equals_one_device("DDP, lora"),
     ),
     Fault(
@@ -305,7 +307,7 @@ SEVERAL_RANKS = (
         "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
         "(loss * log.rank.world_size).backward()  # DDP divides",
         "loss.backward()  # DDP divides",
-        _equals_one_device("DDP, full"),
+        _equals_one_device("DDP, lora"),
     ),
     Fault(
         "FSDP: one shard of the trained model is not gathered",
