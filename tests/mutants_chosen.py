@@ -547,8 +547,8 @@ CHECKPOINTS = (
     Fault(
         "a pipeline that goes on forgets its optimizer",
         "common/training/part.py",
-        "            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)\n",
-        "            states.clear()\n",
+        "        parts = self.state(is_full)\n",
+        "        is_full = False\n        parts = self.state(is_full)\n",
         _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
     ),
     Fault(
