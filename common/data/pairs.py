@@ -134,20 +134,15 @@ def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[To
         BadInputError: the chat template writes a prompt in another way before another answer.
     """
     chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
-    return [
-        {**one, "rejected_ids": _same_prompt(row, one, other)}
-        for row, one, other in zip(rows, chosen, rejected, strict=True)
-    ]
-
-
-def _same_prompt(row: Row, chosen: Tokens, rejected: Tokens) -> list[int]:
-    prompt = prompt_length(chosen)
-    if rejected["input_ids"][:prompt] != chosen["input_ids"][:prompt]:
-        raise BadInputError(
-            f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that the "
-            "two cannot be compared: remove such rows, or pass another --model."
-        )
-    return rejected["input_ids"]
+    for row, one, other in zip(rows, chosen, rejected, strict=True):
+        prompt = prompt_length(one)
+        if one["input_ids"][:prompt] != other["input_ids"][:prompt]:
+            raise BadInputError(
+                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that "
+                "the two cannot be compared: remove such rows, or pass another --model."
+            )
+        one["rejected_ids"] = other["input_ids"]
+    return chosen
 
 
 def prompt_length(row: Tokens) -> int:

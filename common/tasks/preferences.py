@@ -112,14 +112,10 @@ def dpo_loss(
     return _compared(run, model, module, batch)[:, 0].sum()
 
 
-def dpo_results(run: RunConfig, model: PreTrainedModel | PeftModel, batch: dict[str, Any]) -> torch.Tensor:
-    """Return what `pair_results` does of a batch's pairs, by `model` as it is."""
-    return _compared(run, model, model, batch)
-
-
 def _compared(
     run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
 ) -> torch.Tensor:
+    """Return what `pair_results` does of a batch's pairs."""
     now = answer_log_probs(module, batch)
     if REFERENCES[0] in batch:  # found before training
         reference = [batch[name] for name in REFERENCES]
@@ -149,7 +145,7 @@ PAIRS = Objective(
     higher_is_better=False,
     labels_in=lambda row: int(is_pair(row)),
     pair_loss=dpo_loss,
-    pair_results=dpo_results,
+    pair_results=_compared,
     prepare=prepare_for_pairs,
 )
 
