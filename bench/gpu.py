@@ -25,7 +25,12 @@ def kept_trials(path: Path = TRIALS_PATH) -> list[Record]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
-def entries(records: Sequence[Record]) -> list[Entry]:
+def entries(quick: bool) -> list[Entry]:
+    """Return what `judged` says of kept trials: nothing is run, `quick` or not."""
+    return judged(kept_trials())
+
+
+def judged(records: Sequence[Record]) -> list[Entry]:
     """Return the entries of the GPU with bars, then those of others, whose rows may be fewer, as memory allows."""
     others = dict.fromkeys(record["gpu"] for record in records if record["gpu"] != GPU)
     return [entry for gpu in (GPU, *others) for entry in entries_of(gpu, records)]

@@ -155,8 +155,8 @@ class Started:
     def __post_init__(self) -> None:
         """Start the process."""
         self.log: IO[str] = (self.folder / "log").open("w+", errors="replace")
-        task = json.dumps({"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out)})
-        self.process = start_process(["-m", "bench.lease_part", task], self.log, stdin=PIPE, text=True)
+        task = {"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out), "waits": True}
+        self.process = start_process(["-m", "bench.apart", json.dumps(task)], self.log, stdin=PIPE, text=True)
 
     @property
     def out(self) -> Path:

@@ -1,7 +1,6 @@
 """The planner's errors are told as they are: each bar can fail, what was not run says so, points are what they say."""
 
 import json
-import sys
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -12,12 +11,11 @@ import pytest
 from bench import planner, planner_points
 from bench.planner import Compared, Entry, error_entries
 from bench.planner_points import FULLNESS, SMALL_CARDS, PeakWatch, Point
-from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading, find_gpu
 from common.models.placement import place_stages
 from common.planning.job import BatchShape
-from common.planning.published_memory import architectures_of, t4_job
+from common.planning.published_memory import architectures_of
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())
 OVER, UNDER = Compared("over", 11, 10), Compared("under", 7, 10)
@@ -101,25 +99,11 @@ def test_published_peaks_are_whole() -> None:
         assert architecture.parameters == PEAKS["models"][model]["parameters"], model
 
 
-def test_sdpa_peaks_of_a_t4_are_met_and_both_tools_are_shown() -> None:
-    found = planner.published_entries(planner.fitcheck_module())
+def test_sdpa_peaks_of_a_t4_are_met() -> None:
+    found = planner.published_entries()
     bars = [entry for entry in found if entry.bar is not None]
-    assert (len(found), len(bars)) == (20, 4)
-    assert all("closed form" in entry.name and "sdpa" in entry.name and entry.holds for entry in bars)
-
-
-def test_without_fitcheck_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fitcheck", None)
-    with pytest.raises(BadInputError, match="pip install fitcheck-llm=="):
-        planner.entries(quick=True)
-
-
-def test_fitcheck_is_asked_for_the_same_step() -> None:
-    row = next(row for row in PEAKS["peaks"] if row["held_out"] and "Qwen2.5-7B" in row["model"])
-    architecture = architectures_of(PEAKS["models"])[row["model"]]
-    # what its authors had it predict for this row: 10,581 MiB
-    answer_gib = planner.fitcheck_gib(planner.fitcheck_module(), architecture, t4_job(row))
-    assert answer_gib * 1024 == pytest.approx(10_581, abs=1)
+    assert (len(found), len(bars)) == (6, 4)
+    assert all("sdpa" in entry.name and entry.holds for entry in bars)
 
 
 def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
@@ -127,10 +111,8 @@ def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
     names = {point.name for point in points}
     assert len(names) == len(points) >= 100
     assert all(planner.closed_form_gib(point) > 0 for point in points)
-    known = [point.run.lora_dropout for point in points if planner.fitcheck_accepts(point)]
-    assert known == [0.0] * 24
-    specials = ("checkpointed", "eager", "padded", "ddp x4", "64 labelled", "fp32", "bart-large-cnn", "linear layers",
-                "mp x2", "pp x4 1f1b of 4", "gpipe of 4", "17 tiles", "trained tower")  # fmt: skip
+    specials = ("checkpointed", "eager", "padded", "ddp x4", "64 labelled", "no dropout", "fp32", "bart-large-cnn",
+                "linear layers", "mp x2", "pp x4 1f1b of 4", "gpipe of 4", "17 tiles", "trained tower")  # fmt: skip
     assert [special for special in specials if not any(special in name for name in names)] == []
     full = [point for point in points if point.run.technique == "full"]
     every_weight = [point for point in full if point.run.target_modules == "all"]
