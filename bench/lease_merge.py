@@ -9,9 +9,7 @@ from bench.lease_parts import LEASES_PATH, REHEARSED
 from bench.lease_schedule import read_results
 from common.base.errors import BadInputError
 
-NEXT = (
-    "now `python -m bench gpu --update` and `python -m bench planner --update` judge them, and `make tables` shows them"
-)
+NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
 KEPT = ("at", "seconds", "status", "why", "card_state", "result")
 
 

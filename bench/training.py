@@ -87,15 +87,15 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
     tokens = {tool: _median(outcomes[tool], "tokens_per_s") for tool in ("ours", "bare")}
     soonest = _soonest(seconds, [tool for tool in seconds if tool not in ("bare", "ours")])
     best_set = _soonest(seconds, SFT_SET)
-    name = f"{name_of(data, technique)}, ours against"
+    name = name_of(data, technique)
     return [
-        measured(f"{name} {words}", _ratio(above, below), "ratio", COMMAND, at_least=bar)
+        measured(f"{name}, {words}", _ratio(above, below), "ratio", COMMAND, at_least=bar)
         for words, above, below, bar in (
-            (f"the soonest other tool ({soonest}), times as soon at the loss", seconds[soonest], seconds["ours"],
+            (f"time to the loss, the soonest other tool ({soonest}) over ours", seconds[soonest], seconds["ours"],
              TIMES_SOONEST),
-            (f"the best-set SFTTrainer ({best_set}), times as soon at the loss", seconds[best_set], seconds["ours"],
+            (f"time to the loss, the best-set SFTTrainer ({best_set}) over ours", seconds[best_set], seconds["ours"],
              TIMES_BEST_SET_SFT),
-            ("bare, tokens per second", tokens["ours"], tokens["bare"], SHARE_OF_BARE),
+            ("ours against bare, tokens per second", tokens["ours"], tokens["bare"], SHARE_OF_BARE),
         )
     ]  # fmt: skip
 

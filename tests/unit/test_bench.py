@@ -112,7 +112,7 @@ def test_each_bar_can_fail(changed: dict[str, float | None], bare_tokens: float,
     of_tools = outcomes({**ALL_HOLD, **changed}, bare_tokens)
     found = training.ratio_entries("short", "lora", of_tools)
     assert [entry.holds for entry in found] == holds
-    assert all(entry.name.startswith("training, lora, ours") for entry in found)
+    assert all(entry.name.startswith("training, lora, ") for entry in found)
     del of_tools["sft-packed"]
     assert training.ratio_entries("short", "lora", of_tools) == []
 
