@@ -10,7 +10,7 @@ from bench.lease_schedule import read_results
 from common.base.errors import BadInputError
 
 NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
-KEPT = ("at", "seconds", "status", "why", "card_state", "result")
+KEPT = ("at", "seconds", "status", "why", "result")
 
 
 def merge(

@@ -1,9 +1,8 @@
-"""How far the planner's memory is from a dry run, from published peaks and from GPUs; and how soon it comes.
+"""How far the planner's memory is from a dry run and from GPUs; and how soon it comes.
 
 An error is what was planned over what was found, less one: above zero too much was planned, below too little.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -29,7 +28,6 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
-from common.planning.published_memory import PEAKS_PATH, architectures_of, t4_job
 from common.planning.shares import whole_model
 from common.reporting.rows import NOT_RUN
 
@@ -96,7 +94,6 @@ def entries(quick: bool) -> list[Entry]:
     compared = compared_with_dry_run(points[:: -(-len(points) // QUICK_POINTS)] if quick else points)
     return [
         *error_entries("planner, closed form against dry run", compared, bars=DRY_RUN_BARS),
-        *published_entries(),
         *gpu_entries(POINTS_PATH),
         *speed_entries(1 if quick else ROUNDS),
     ]
@@ -273,36 +270,6 @@ def closed_form_gib(point: GridPoint) -> float:
 def planned_gib(architecture: Architecture, job: Job) -> float:
     """Peak of allocated memory on one device, without the GPU's own overhead."""
     return device_memory(architecture, job, whole_model(architecture)).allocated_gib
-
-
-# -- against published peaks
-
-
-def published_entries() -> list[Entry]:
-    """Errors for a T4's measured peaks, by kind; eager attention has no bars."""
-    peaks = json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
-    architectures = architectures_of(peaks["models"])
-    kinds: dict[str, list[Compared]] = {"sdpa, unquantized": [], "sdpa, nf4": [], "eager": []}
-    for row in peaks["peaks"]:
-        planned = planned_gib(architectures[row["model"]], t4_job(row))
-        kind = "sdpa, unquantized" if row["quantization"] == "none" else "sdpa, nf4"
-        compared = Compared(published_name(row), planned, row["peak_allocated_gib"])
-        kinds["eager" if row["attention"] == "eager" else kind].append(compared)
-    return [
-        entry
-        for kind, compared in kinds.items()
-        for entry in error_entries(
-            f"planner, closed form against a T4's peaks, {kind}",
-            compared,
-            bars=(None, None) if kind == "eager" else MEASURED_BARS,
-        )
-    ]
-
-
-def published_name(row: dict[str, Any]) -> str:
-    """What distinguishes a peak from the others."""
-    model = row["model"].rpartition("/")[2]
-    return f"{model} {row['quantization']} {row['attention']} {row['rows']}x{row['length']}"
 
 
 # -- against GPUs

@@ -14,7 +14,6 @@ from bench import gpu, gpu_trial, scaling, training, vocabulary
 from bench.apart import measured_apart
 from bench.clock import Check, Clock
 from bench.entries import measured, save
-from bench.gpu_profile import kind_of
 from bench.recipe import LEAST, MOST, Material, Trial, joined, load_material, long_rows, material_of
 from bench.tools import TOOLS
 from bench.training import Outcome
@@ -224,19 +223,15 @@ def test_without_a_gpu_its_bars_are_not_run() -> None:
 def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> None:
     ways = [("full", "plain", 0.50, 5000), ("full", "fast", 0.59, 5600), ("lora", "plain", 0.45, 7000),
             ("lora", "fast", 0.49, 6720)]  # fmt: skip
-    plan = {"planned_step_time_s": 1.1, "step_time_s": 1.0, "planned_gib": 70, "peak_gib": 80}
-    found = gpu.judged([
-        {"technique": technique, "name": name, "mfu": mfu, "tokens_per_s": speed, "gpu": card,
-         "settings": [name] if name == "fast" else [], **plan}
+    full, lora, ratio = gpu.judged([
+        {"technique": technique, "name": name, "mfu": mfu + (card != gpu.GPU), "tokens_per_s": speed, "gpu": card}
         for card in ("H100 80GB SXM", gpu.GPU)
         for technique, name, mfu, speed in ways
     ])  # fmt: skip
-    (*of_ways, ratio, time_of_one, time_of_other, memory), others = found[:8], found[8:]
-    assert {entry.holds for entry in others} == {None}
-    assert [entry.value for entry in (time_of_one, time_of_other, memory)] == pytest.approx([0.1, 0.1, 0.125])
-    assert [entry.holds for entry in of_ways] == [None, True, None, False]
-    assert [entry.value for entry in of_ways[:2]] + [of_ways[3].value] == [0.50, 0.59, 0.49]
-    assert (ratio.value, ratio.holds) == (1.2, False)
+    assert [(entry.value, entry.holds) for entry in (full, lora, ratio)] == [
+        (0.59, True), (0.49, False), (1.2, False)
+    ]  # fmt: skip
+    assert "fast" in full.name
 
 
 def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
@@ -273,19 +268,6 @@ def test_published_runs_have_an_mfu_of_the_same_count() -> None:
     assert mfu_of(kempner) == pytest.approx(10_471 * (6 * (layers + head) + scores) / peak)
     adapters = 2 * 20_971_520
     assert mfu_of(nemo) == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
-
-
-def test_kernels_are_told_apart_by_their_names() -> None:
-    kinds = {
-        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
-        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN": "products",
-        "triton_poi_fused__to_copy_add_mul_silu_3": "compiled",
-        "Memcpy DtoD (Device -> Device)": "copies",
-        "kOptimizerStatic8bit2StateBlockwise<__nv_bfloat16, 0>": "optimizer",
-        "void at::native::vectorized_elementwise_kernel<4>": "others",
-    }
-    assert {name: kind_of(name) for name in kinds} == kinds
 
 
 @pytest.mark.parametrize("trial", gpu_trial.TRIALS)
