@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import generation_trial, gpu_profile, gpu_trial, optimizer_trial, planner_points
+from bench import generation_trial, gpu_profile, gpu_trial, planner_points
 from bench.gpu import kept_trials
 from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
 from bench.lease_schedule import Part
-from bench.optimizer_trial import OPTIMIZERS, TORCHAO
 from bench.planner_points import Point
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -41,10 +40,7 @@ def card_here(asked: str | None = None) -> Gpu:
     wanted = find_gpu(asked) if asked else None
     card = planner_points.gpu_here()
     if wanted not in (None, card):
-        raise BadInputError(
-            f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it; its rows have a "
-            "line of their own."
-        )
+        raise BadInputError(f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it.")
     return replace(card, memory_gib=min(card.memory_gib, free_gib()) - CONTEXT_GIB)
 
 
@@ -87,11 +83,6 @@ def take_steps(technique: str, name: str, card: str | None, memory_gib: float | 
 def profile_step(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return where a trial's step spends its time."""
     return gpu_profile.profiled(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
-
-
-def step_alone(optimizer: str, card: str | None, **memory: Any) -> dict[str, Any]:
-    """Return the seconds of an optimizer's step."""
-    return optimizer_trial.measure(optimizer, scale_of(card))
 
 
 def answer(rows: int, card: str | None, memory_gib: float | None) -> dict[str, Any]:
@@ -182,7 +173,6 @@ def wanted_parts(card: Gpu | None) -> list[Part]:
         *pair_parts(card),
         *levers[:2],
         *profile_parts(card),
-        *optimizer_parts(card),
         *new_tests,
         *points[:POINTS],
         *levers[2:],
@@ -251,18 +241,6 @@ def profile_parts(card: Gpu | None) -> list[Part]:
             technique=trial.technique, name=trial.name, left_out=_why_not(trial, card),
         )
         for trial in trials
-    ]  # fmt: skip
-
-
-def optimizer_parts(card: Gpu | None) -> list[Part]:
-    """Return the steps of each optimizer alone."""
-    packages = {TORCHAO: ["torchao"]}
-    return [
-        _part(
-            f"optimizer: {name}", step_alone, card, 20, 60,
-            optimizer=name, left_out=not_installed(packages.get(name, [])),
-        )
-        for name in OPTIMIZERS
     ]  # fmt: skip
 
 

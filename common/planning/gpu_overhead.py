@@ -18,7 +18,7 @@ CONTEXT_GIB = 0.3
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
 PASSING_PARTS = ("activations", "logits", "gradients")
-# per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_peaks.json)
+# per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_memory.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
 # with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
