@@ -28,7 +28,7 @@ NOT_RUN, NOT_PUBLISHED, PROJECTED = "not run", "not published", "projected"
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
 """What runs on one device and on several share when they are compared: strong scaling, or weak."""
 SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
-LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher", "ray": "Ray Train"}
+LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
 """By their names in records: what users call them."""
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 """What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
