@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerControl, TrainerState
 
 from common.base.errors import AskedToEndError, BadInputError
@@ -47,11 +48,9 @@ from common.training.saves import (
     CheckpointSize,
     SaveSchedule,
     SavesDone,
-    bytes_per_second,
     checkpoint_size,
     describe_saves,
 )
-from common.training.usage import optimizer_bytes
 
 RANDOM = "rng_state_{}.pth"
 """A rank's file: its random numbers, and what else is its own."""
@@ -94,8 +93,7 @@ class Saver:
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
-            speed = bytes_per_second(self.log.folder, size.state_bytes)
-            print(describe_saves(run, run.total_steps(self.rows), size, speed, waits=not self.in_background))
+            print(describe_saves(run, run.total_steps(self.rows), size, waits=not self.in_background))
         self._find_start()
 
     # -- writing
@@ -116,7 +114,7 @@ class Saver:
             if best > self.first_step:
                 state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
             about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
-            self.unfinished = UnfinishedCheckpoint(folder, about, self._bytes_to_write(is_full), self.writes)
+            self.unfinished = UnfinishedCheckpoint(folder, about, self.writes)
             with self.unfinished.being_written() as partial_folder:
                 if is_full:
                     self._save_of_rank(partial_folder, of_rank)
@@ -126,13 +124,17 @@ class Saver:
             if is_full:
                 self.schedule.saved(state.global_step)
             if self.schedule.is_asked:
-                self._end_as_asked(state.global_step)
+                self.wait_and_commit()
+                raise AskedToEndError(
+                    f"saved after step {state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} "
+                    "resumes there."
+                )
 
     def _write(self, folder: Path, is_full: bool) -> None:
         """Write weights, and optimizer, now or in the background; where all ranks have all, one of each disk does."""
         writes_part = self.writes or not self.part.is_whole
         parts = self.part.state(is_full)
-        if self.in_background and self._has_room_to_copy(is_full):
+        if self.in_background and self._has_room_to_copy(parts):
             if self.rank.world_size > 1 and not (self.part.is_whole or self.group):
                 # of its own, on the CPU: collectives of the thread that writes would come among those of training
                 self.group = dist.new_group(backend=BACKENDS["cpu"], timeout=exchange_timeout(self.log.run))
@@ -146,7 +148,7 @@ class Saver:
 
     def commit_if_written(self, evaluates: bool, step: int) -> None:
         """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
-        meets = evaluates or self.schedule.have_met_after(step)
+        meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
             with self.done.holding_up():
                 self.wait_and_commit()
@@ -161,25 +163,11 @@ class Saver:
             self.done.count(read_manifest(unfinished.folder))
             rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
 
-    def _end_as_asked(self, step: int) -> NoReturn:
-        self.wait_and_commit()
-        raise AskedToEndError(
-            f"saved after step {step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} resumes there."
-        )
-
-    def _has_room_to_copy(self, is_full: bool) -> bool:
+    def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
         """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
         ranks_here = 1 if self.part.is_whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = ranks_here * self._bytes_to_write(is_full)
-        return all(gather_object([needed < psutil.virtual_memory().available]))
-
-    def _bytes_to_write(self, is_full: bool) -> int:
-        """Return the bytes that this rank writes of the weights, and of the optimizer; of copies one is written."""
-        if self.part.is_whole and not self.writes:
-            return 0
-        trained = [local_part(weight) for weight in self.part.model.parameters() if weight.requires_grad]
-        held = byte_count(trained) + (optimizer_bytes(self.part.optimizer) if is_full else 0)
-        return held // self.log.run.dp_replicate_size
+        copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
+        return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
 
     def _save_of_rank(self, folder: Path, of_rank: Mapping[str, Any]) -> None:
         """Write what is a rank's own; every disk gets every rank's, so that any of them can start all ranks again."""

@@ -190,7 +190,7 @@ def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
     saver.log.run = RunConfig(resume_from_checkpoint=str(named))
     assert saver._find_checkpoint() == named
-    UnfinishedCheckpoint(tmp_path / "checkpoint-4", {HOLDS: FULL_STATE}, 0, commits=True).commit()
+    UnfinishedCheckpoint(tmp_path / "checkpoint-4", {HOLDS: FULL_STATE}, commits=True).commit()
     assert saver._find_checkpoint() == tmp_path / "checkpoint-4", "its own, once there is one"
     saver.log.resumes = False
     assert saver._find_checkpoint() == named
