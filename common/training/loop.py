@@ -189,7 +189,7 @@ class TrainingLoop:
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
         callbacks.append(FirstStepReport(rank, self.work, self.tokenizer))
-        if self.part.measures_usage:
+        if self.part.usage:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
 

@@ -29,9 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
@@ -70,7 +68,7 @@ class Part:
         module: What is called in training: the model, or what stands around it.
         model: What is trained.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
-        measures_usage: Whether what a rank holds and sends is measured in the second step.
+        usage: Measures what a rank holds and sends, where there are several.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
@@ -84,9 +82,8 @@ class Part:
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.module = module
         self.model = getattr(module, "module", module)
-        self.measures_usage = rank.world_size > 1 and _compares_shares(run)
         self._buckets: list[torch.Tensor] = []
-        self.usage = UsageReport(self)
+        self.usage = UsageReport(self) if rank.world_size > 1 else None
         self._set_up()
 
     @classmethod
@@ -325,7 +322,7 @@ class Part:
 
     def for_record(self) -> dict[str, object]:
         """Return what was measured in training; called on every rank."""
-        return self.usage.for_record() if self.measures_usage else {}
+        return self.usage.for_record() if self.usage else {}
 
 
 def clip_divided(
@@ -349,12 +346,6 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
-
-
-def _compares_shares(run: RunConfig) -> bool:
-    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
-    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:

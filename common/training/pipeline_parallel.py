@@ -29,7 +29,7 @@ class Stage(Part):
         """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
         super().__init__(module.module.model, run, rank)
-        self.measures_usage = False
+        self.usage = None  # what one device would hold is on no rank
         self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod

@@ -50,23 +50,11 @@ def evaluate_before(
     independent judge. Without a `model` the base is loaded for this step alone: `load_answering`.
     """
 
-    def judged(base: PreTrainedModel, *about: Any) -> Evaluation:
+    def judged(base: PreTrainedModel, tokenizer: Tokenizer, questions: Any, *about: Any) -> Evaluation:
         judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return score(base, tokenizer, data.test, judges, *about)
+        return score(base, tokenizer, questions, judges, *about)
 
-    return _with_base(log, model, judged)
-
-
-def _with_base(log: RunRecorder, model: PreTrainedModel | None, find: Callable[..., Any]) -> Any:
-    """Return what is found with `model` or, without one, with the base, which is loaded for that and freed."""
-    if log.run.baseline == "none":
-        return None
-    with log.phase("baseline evaluation"):
-        base = model or load_answering(log.run, log.rank)
-        found = find(base, log, "before")
-        if model is None:
-            free_model(base)
-        return found
+    return score_before(log, tokenizer, data, judged, model)
 
 
 def sum_up(loop: TrainingLoop) -> Metrics:
@@ -130,7 +118,14 @@ def score_before(
 
     `score`: the task's, say `classify`. Without a `model` the base is loaded for this step alone: `load_answering`.
     """
-    return _with_base(log, model, lambda base, *about: score(base, tokenizer, data.test, *about))
+    if log.run.baseline == "none":
+        return None
+    with log.phase("baseline evaluation"):
+        base = model or load_answering(log.run, log.rank)
+        found = score(base, tokenizer, data.test, log, "before")
+        if model is None:
+            free_model(base)
+        return found
 
 
 def score_after(
