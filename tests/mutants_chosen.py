@@ -511,7 +511,8 @@ CHECKPOINTS = (
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
         "            self.partial.mkdir(parents=True)\n",
-        "            [remove(each) for each in found_in(folder.parent)]\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
+        "            [remove(each) for each in found_in(folder.parent)]\n"
+        "            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
@@ -896,8 +897,8 @@ GPUS = (
     Fault(
         "fp16's skipped steps end a run after all its work",
         "common/training/loop.py",
-        "            self.skipped_steps += self.scaler.get_scale() < scale\n",
-        "            self.skipped_steps += 0\n",
+        "        self.skipped_steps += self.scaler.get_scale() < scale\n",
+        "        self.skipped_steps += 0\n",
         _unit("training", "a_step_that_overflowed_is_none_of_the_schedules"),
     ),
     Fault(

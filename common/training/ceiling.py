@@ -4,28 +4,15 @@ import statistics
 import time
 from copy import copy
 from itertools import islice
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
-from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.training.answer_logits import Batch
 from common.training.ddp import exchanging
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
-
-WHOLE_AT_MOST_BYTES = 256 * 2**20
-"""Weights that may be whole on each rank beside training that divides them."""
-
-
-def can_measure_ceiling(run: RunConfig, held: dict[str, Any] | None) -> bool:
-    """Return whether a ceiling of divided training can be measured: on CPU, of a model small enough to be whole there.
-
-    `held` is what the run's record says of it; None: ranks did not look.
-    """
-    return run.device == "cpu" and held is not None and held["whole"]["weights_bytes"] <= WHOLE_AT_MOST_BYTES
 
 
 def measure_machine_ceiling(

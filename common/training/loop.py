@@ -378,8 +378,8 @@ class TrainingLoop:
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks[type(each).__name__] = each.state()
         with self.log.memory.phase("saving"):
-            of_rank = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
-            self.saver.save(self.state, self.control, of_rank)
+            of_all = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
+            self.saver.save(self.state, self.control, {**of_all, "skipped_steps": self.skipped_steps})
         self._tell("on_save")
 
     def _resume(self) -> None:
@@ -392,16 +392,14 @@ class TrainingLoop:
             for name, value in saved.get("attributes", {}).items():
                 setattr(each, name, value)
         self.logged_step = self.state.global_step
-        scheduled = of_rank.get("schedule", {}).get("last_epoch", self.state.global_step)
-        self.skipped_steps = self.state.global_step - scheduled
+        self.skipped_steps = of_rank.get("skipped_steps", 0)
         if waits_for_validation(self.schedule):
             self.schedule.load_state_dict(of_rank["schedule"])
-            self.skipped_steps = 0
         else:
-            self.schedule.last_epoch = scheduled - 1
+            self.schedule.last_epoch = self.state.global_step - self.skipped_steps - 1
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps of then
                 self.schedule.step()
-        self.scaler.load_state_dict(of_rank.get("scaler", {}))
+        self.scaler.load_state_dict(of_rank["scaler"])
         if self.rank.is_main:
             print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 

@@ -4,6 +4,7 @@ A parallelism names its kind of part in `common.base.specs.PARALLELISMS`. How a 
 part knows what is left: gradients clipped by the whole model's norm, validation, checkpoints, and one model at the end.
 """
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -24,13 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens
+from common.models.chunked_loss import compute_loss_in_chunks
 from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
 from common.models.loading import next_token_logits
@@ -42,7 +44,7 @@ from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.answer_logits import (
     Batch,
-    chunk_loss,
+    loss_is_chunked,
     on_device,
     takes_logits_to_keep,
     tell_of_answers,
@@ -101,7 +103,10 @@ class Part:
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
         if self.objective.prepare:
             self.objective.prepare(self.model)
-        self.takes_chunks = chunk_loss(self.run, self.model)
+        # in a pipeline the schedule computes the loss (`StageModule.loss`)
+        self.takes_chunks = loss_is_chunked(self.run, self.model) and not self.run.parallelism.pipelines
+        if self.takes_chunks:
+            compute_loss_in_chunks(self.model, in_training=not self.run.use_liger_kernel)  # Liger has its own
         if self.run.is_padding_free and self.run.attention == "sdpa":
             separate_rows(self.model)
         if self.run.torch_compile:
@@ -139,11 +144,7 @@ class Part:
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, and scale them down to `max_norm`; 0 = they stay."""
-        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
-        norm = get_total_norm([weight.grad for weight in weights])
-        if max_norm:
-            clip_grads_with_norm_(weights, max_norm, norm)
-        return norm
+        return clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
 
     def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Take the optimizer's step; a `scaler` of fp16 losses skips one whose gradients overflowed."""

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -104,7 +104,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "skipped_steps": loop.skipped_steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
-        "saves": loop.saver.done.for_record(),
+        "saves": asdict(loop.saver.done),
         **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
         **loop.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],

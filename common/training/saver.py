@@ -21,6 +21,7 @@ from transformers import TrainerControl, TrainerState
 
 from common.base.errors import AskedToEndError, BadInputError
 from common.base.run_config import LAST
+from common.data.row_checks import say_once
 from common.models.shards import byte_count, host_copy, local_part
 from common.runtime.disks import broadcast_folder
 from common.runtime.rank import exchange_timeout
@@ -94,7 +95,12 @@ class Saver:
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
             print(describe_saves(run, run.total_steps(self.rows), size, waits=not self.in_background))
-        self._find_start()
+        if folder := self._find_checkpoint():
+            about = verify_once(folder, self.rank.is_main)
+            check_resumable(run, self.rows, folder, about, self.about["data"])
+            say_once(say_changes(run, self.rows, about))
+            self._check_files_of_ranks(folder, about["ranks"])
+            self.resumes_from, self.first_step = folder, steps_at(folder)
 
     # -- writing
 
@@ -180,18 +186,6 @@ class Saver:
 
     # -- resuming
 
-    def _find_start(self) -> None:
-        """Find the step where the run begins, and check that it can."""
-        folder = self._find_checkpoint()
-        if folder is None:
-            return
-        about = verify_once(folder, self.rank.is_main)
-        check_resumable(self.log.run, self.rows, folder, about, self.about["data"])
-        for line in say_changes(self.log.run, self.rows, folder, about) if self.rank.is_main else ():
-            print(line)
-        self._check_files_of_ranks(folder, about["ranks"])
-        self.resumes_from, self.first_step = folder, steps_at(folder)
-
     def _find_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning."""
         asked = self.log.run.resume_from_checkpoint
@@ -205,14 +199,18 @@ class Saver:
     def _newest_of_all(self) -> Path | None:
         """Return the newest whole checkpoint that any disk has, on every disk afterwards."""
         kept = newest_whole(self.folder) if self.writes else None
-        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
-        newest = max(steps for steps, _ in of_ranks)
+        newest = max(gather_object([steps_at(kept) if kept else 0]))
         if not newest:
             return None
         folder = self.folder / f"checkpoint-{newest}"
-        lacks = self.writes and (kept is None or steps_at(kept) < newest)
-        broadcast_folder(folder, of_ranks.index((newest, True)), lacks)
+        self._share(folder, has_it=kept == folder)
         return folder
+
+    def _share(self, folder: Path, has_it: bool) -> None:
+        """Have a folder that some disks have on every one; `has_it`: this rank's, if it writes for its disk."""
+        of_ranks = gather_object([has_it])
+        if any(of_ranks):
+            broadcast_folder(folder, of_ranks.index(True), self.writes and not has_it)
 
     def _check_files_of_ranks(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
@@ -247,10 +245,7 @@ class Saver:
         if not state.best_global_step:
             return
         best = folder.with_name(f"checkpoint-{state.best_global_step}")
-        has_it = self.writes and best.is_dir()
-        of_ranks = gather_object([has_it])
-        if any(of_ranks):
-            broadcast_folder(best, of_ranks.index(True), self.writes and not has_it)
+        self._share(best, has_it=self.writes and best.is_dir())
         if not best.is_dir():
             best = Path(state.best_model_checkpoint)
         try:

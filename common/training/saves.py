@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -195,7 +195,3 @@ class SavesDone:
         waited_s = time.perf_counter() - start_s
         self.held_up_s += waited_s
         self.longest_s = max(self.longest_s, waited_s)
-
-    def for_record(self) -> dict[str, object]:
-        """Return the figures for the record."""
-        return asdict(self)
