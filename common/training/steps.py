@@ -15,7 +15,8 @@ from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.counted_steps import count_steps
-from common.training.export import DeviceMap, save_and_reload
+from common.training.export import DeviceMap
+from common.training.export import save as save  # a step, too
 from common.training.loop import TrainingLoop
 from common.training.results import check_training, training_figures
 
@@ -63,20 +64,6 @@ def sum_up(loop: TrainingLoop) -> Metrics:
         world = check_training(loop)
         count_steps(loop)
         return training_figures(loop, world)
-
-
-def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
-    with log.phase("merge and reload"):
-        return save_and_reload(log, loop, tokenizer)
-
-
-def save(
-    log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, device_map: DeviceMap | None = None
-) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save one whole model, and load it as any user would: the trained model's logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, loop, tokenizer, device_map)
 
 
 def evaluate_after(

@@ -27,7 +27,7 @@ from common.records.store import Record
 from common.tasks.answers import Judge, answer_results, evaluate, make_collator
 from common.tasks.objectives import Objective, mean_loss
 from common.training.ddp import load_replica
-from common.training.export import save_and_reload
+from common.training.export import save
 from common.training.loop import TrainingLoop
 from common.training.part import Part
 from common.training.steps import record, sum_up
@@ -115,7 +115,7 @@ def workflow(run: RunConfig) -> Record:
                     loop.loss(batch, step.label_count).backward()
                 loop.update()
         trained = sum_up(loop)
-        tuned, differences = save_and_reload(log, loop, tokenizer)
+        tuned, differences = save(log, loop, tokenizer)
         after = evaluate(tuned, tokenizer, data.test, [Judge("base", tuned, tokenizer)], log, "after")
         return record(log, before, after, **trained, heard=heard.steps, largest_logit_differences=differences)
 
