@@ -41,7 +41,7 @@ def measure_machine_ceiling(
     before = [weight.detach().clone() for weight in trained]
     optimizer = make_optimizer(model, loop.run)
     at_once = list(islice(loop.batches.global_batches(), steps))
-    share_batches = [_batches(loop, loop.batches.own_within_budget(rows)) for rows in at_once]
+    share_batches = [_batches(loop, [loop.batches.own(rows)]) for rows in at_once]
     global_batches = [_batches(loop, [rows]) for rows in at_once]
     timed = {
         "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),

@@ -175,7 +175,6 @@ class TrainingLoop:
             run.seed,
             run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
-            run.max_batch_tokens,
         )
 
     def _callbacks(self) -> list[TrainerCallback]:
@@ -242,8 +241,7 @@ class TrainingLoop:
 
     def own_batches(self, rows: list[int]) -> list[list[int]]:
         """Return this rank's share of a step's rows, batch by batch; every rank has as many."""
-        at_once = self.batches.micro_batches(rows)
-        return [batch for micro_batch in at_once for batch in self.batches.own_within_budget(micro_batch)]
+        return list(map(self.batches.own, self.batches.micro_batches(rows)))
 
     def _loader(
         self, rows: Sequence[Tokens] | TrainingRows, batches: list[list[int]], collate: Callable[[list[Tokens]], Batch]
