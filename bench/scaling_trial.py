@@ -41,7 +41,7 @@ class Turns(TrainerCallback):
         self.folder, self.loop, self.rank, self.steps = folder, loop, loop.rank, steps
         self.step_times_s: list[float] = []
         self.ceilings: list[float] = []
-        loop.add_callback(self)
+        loop.handler.add_callback(self)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

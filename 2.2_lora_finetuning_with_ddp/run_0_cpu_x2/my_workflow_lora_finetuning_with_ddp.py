@@ -57,7 +57,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
-        before = evaluate_before(log, model, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data, model=model)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)
         ceiling = measure_ceiling(loop)  # (5)

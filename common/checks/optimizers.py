@@ -12,7 +12,7 @@ from common.base.errors import BadInputError, reading
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
 from common.models.loading import weight_dtype
 from common.tasks.objectives import objective_of
-from common.training.optimizers import make_schedule, optimizer_class, waits_for_validation, warmup_steps
+from common.training.optimizers import make_schedule, optimizer_class, training_arguments, waits_for_validation
 
 SCHEDULES = tuple(each.value for each in SchedulerType)
 WIDTH = 320
@@ -93,7 +93,7 @@ def _try_schedule(run: RunConfig, steps: int) -> None:
     with reading(what, done="followed"):
         schedule = make_schedule(optimizer, run, steps)
         if not waits_for_validation(schedule):
-            warmup = warmup_steps(run, steps)
+            warmup = training_arguments(run).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))

@@ -192,10 +192,6 @@ class TrainingLoop:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
 
-    def add_callback(self, callback: TrainerCallback) -> None:
-        """Have a callback of Transformers hear of steps, logs, validations and checkpoints."""
-        self.handler.add_callback(callback)
-
     # -- the loop
 
     def steps(self) -> Iterator[Step]:
@@ -206,7 +202,7 @@ class TrainingLoop:
         """
         start_s = time.perf_counter()
         if self.saver:
-            self.saver.begin()
+            self.saver.begin(self.state)
         if self.saver and self.saver.resumes_from:
             self._resume()
         self.work.reporting_s += time.perf_counter() - start_s

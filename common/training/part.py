@@ -69,6 +69,7 @@ class Part:
     Attributes:
         module: What is called in training: the model, or what stands around it.
         model: What is trained.
+        called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
         usage: Measures what a rank holds and sends, where there are several.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
@@ -84,6 +85,7 @@ class Part:
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.module = module
         self.model = getattr(module, "module", module)
+        self.called = self.model
         self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self) if rank.world_size > 1 else None
         self._set_up()
@@ -225,11 +227,6 @@ class Part:
         if self.run.goal.converses and not self.takes_logits_to_keep:  # position t predicts token t + 1
             logits, labels = logits[:, :-1], labels[:, 1:]
         return self.objective.results(logits, labels.to(logits.device))
-
-    @property
-    def called(self) -> torch.nn.Module:
-        """What is called beside training: the model without DDP, whose hooks wait for other ranks."""
-        return self.model
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return what all ranks together know of a loss, or of several sums; called on every rank."""

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -59,16 +59,10 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
     times_used = Counter(row for rows in rows_by_rank for row in rows)
     if times_used.total() != row_uses:
         raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
-    full_epochs, rest = divmod(row_uses, row_count)
-    allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
-    if resumes:  # part of a first epoch and part of a last one
-        allowed = range(full_epochs - 1, full_epochs + 3)
-    wrong = [row for row in range(row_count) if times_used[row] not in allowed]
-    if wrong:
-        raise RuntimeError(
-            f"{len(wrong)} of {row_count} rows were used another number of times than {full_epochs}; "
-            f"row {wrong[0]}: {times_used[wrong[0]]} times."
-        )
+    rows = sorted(range(row_count), key=times_used.__getitem__)
+    least, most = times_used[rows[0]], times_used[rows[-1]]
+    if most - least > 1 + resumes:  # a run that resumes has part of a first epoch and part of a last one
+        raise RuntimeError(f"Row {rows[0]} was used {least} times, but row {rows[-1]} {most} times.")
 
 
 def row_uses(loop: TrainingLoop) -> int:
@@ -104,7 +98,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "skipped_steps": loop.skipped_steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
-        "saves": asdict(loop.saver.done),
+        "saves": loop.saver.done.for_record(),
         **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
         **loop.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],

@@ -102,23 +102,16 @@ def check_checkpoint(run: RunConfig, launcher: str, data: Mapping[str, str]) -> 
 def _check_listed(folder: Path, run: RunConfig, data: Mapping[str, str]) -> int:
     """Refuse what cannot be resumed, and return how many rows it was trained on."""
     about = read_manifest(folder)["about"]
-    check_resumable(run, about["rows"], folder, about, data)
+    check_resumable(run, about_run(run, about["rows"], data), folder, about)
     return about["rows"]
 
 
-def check_resumable(
-    run: RunConfig,
-    rows: int,
-    folder: Path,
-    about: Mapping[str, Any],
-    data: Mapping[str, str],
-) -> None:
-    """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
+def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`).
 
     Raises:
         BadInputError: what it is of, and what the run is.
     """
-    own = about_run(run, rows, data)
     for reason in _differences(run, own, about):
         raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
 
@@ -192,13 +185,10 @@ def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any
         )
 
 
-def say_changes(run: RunConfig, rows: int, about: Mapping[str, Any]) -> str:
-    """Return a line of what a run that resumes does otherwise than before; empty where that is nothing."""
-    rate, steps = run.peak_learning_rate, run.total_steps(rows)
-    rate_was, steps_were = about["peak_learning_rate"], about["steps"]
-    if (rate, steps) == (rate_was, steps_were):
+def say_changes(own: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """Return a line of what a run, `own`, does otherwise than its checkpoint is `about`; empty where that is nothing."""
+    before, now = (f"over {each['steps']} steps with a peak of {each['peak_learning_rate']:g}" for each in (about, own))
+    if before == now:
         return ""
-    return (
-        f"note: the learning rate ({run.lr_scheduler_type}) goes on as over {steps} steps with a peak of {rate:g}; "
-        f"before, it was over {steps_were} with {rate_was:g}"
-    )
+    schedule = own["settings"]["lr_scheduler_type"]
+    return f"note: the learning rate ({schedule}) goes on as {now}; before, it was {before}"

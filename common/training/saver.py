@@ -71,7 +71,7 @@ class Saver:
 
     def __init__(self, part: Part, log: RunRecorder, rows: int) -> None:
         """Save `part` in the results folder of `log`; `rows`: of training. Called on every rank."""
-        self.part, self.log, self.rank, self.rows = part, log, log.rank, rows
+        self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
         self.schedule, self.done = SaveSchedule(log.run.max_lost_minutes), SavesDone()
         self.about = about_run(log.run, rows, log.row_digests)
@@ -80,8 +80,10 @@ class Saver:
         self.group: dist.ProcessGroup | None = None
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
-    def begin(self) -> None:
+    def begin(self, state: TrainerState) -> None:
         """Find where training begins, and say on rank 0 how many checkpoints there will be; called on every rank.
+
+        `state` has the steps of the whole training.
 
         Raises:
             BadInputError: the checkpoint to resume from is damaged, or of another run.
@@ -94,12 +96,12 @@ class Saver:
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
-            print(describe_saves(run, run.total_steps(self.rows), size, waits=not self.in_background))
+            print(describe_saves(run, state, size, waits=not self.in_background))
         if folder := self._find_checkpoint():
             about = verify_once(folder, self.rank.is_main)
-            check_resumable(run, self.rows, folder, about, self.about["data"])
-            say_once(say_changes(run, self.rows, about))
-            self._check_files_of_ranks(folder, about["ranks"])
+            check_resumable(run, self.about, folder, about)
+            say_once(say_changes(self.about, about))
+            self._check_random_numbers(folder, about["ranks"])
             self.resumes_from, self.first_step = folder, steps_at(folder)
 
     # -- writing
@@ -212,11 +214,10 @@ class Saver:
         if any(of_ranks):
             broadcast_folder(folder, of_ranks.index(True), self.writes and not has_it)
 
-    def _check_files_of_ranks(self, folder: Path, ranks_then: int) -> None:
+    def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks = self.rank.world_size
-        names = [RANDOM.format(rank) for rank in range(ranks)]
-        missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
+        missing = [name for name in map(RANDOM.format, range(ranks)) if not (folder / name).is_file()]
         if ranks_then == ranks and missing:
             raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be resumed exactly.")
         if ranks_then != ranks and self.rank.is_main:

@@ -19,7 +19,7 @@ from common.hardware.devices import size_text
 from common.models.shards import global_numel
 from common.planning.host_memory import LITTLE_BYTES
 from common.planning.job import OPTIMIZER_BYTES
-from common.training.checkpoints import FULL_STATE, HOLDS
+from common.training.checkpoints import FULL_STATE, HOLDS, WEIGHTS
 
 MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
 """On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
@@ -135,19 +135,19 @@ class SaveSchedule(TrainerCallback):
 # -- what is said before
 
 
-def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, waits: bool = True) -> str:
-    """Return one line: how often a run of `steps` optimizer steps saves, and what that takes on the disk.
+def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool = True) -> str:
+    """Return one line: how often a run saves, in the steps that `state` counts, and what that takes on the disk.
 
     `waits`: whether training does not go on meanwhile.
     """
-    state, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
-    validations = math.ceil(steps / steps_of(run.eval_steps, steps))
-    if run.save_steps:
-        every = steps_of(run.save_steps, steps)
-        states = f"{math.ceil(steps / every)} full states ({state} each), one after every {every} steps"
+    full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
+    validations = math.ceil(state.max_steps / state.eval_steps)
+    if state.save_steps:
+        count = math.ceil(state.max_steps / state.save_steps)
+        states = f"{count} full states ({full} each), one after every {state.save_steps:g} steps"
     else:
         at_end = ", and one at the end" if size.state_bytes <= LITTLE_BYTES else ""
-        states = f"a full state ({state}) every {run.max_lost_minutes:g} minutes{at_end}"
+        states = f"a full state ({full}) every {run.max_lost_minutes:g} minutes{at_end}"
     on_disk = size_text(MOST_FULL_STATES * size.state_bytes + MOST_BEST_WEIGHTS * size.weights_bytes)
     return (
         f"saves: {states}; the best weights ({weights}) after at most {validations} validations"
@@ -155,43 +155,38 @@ def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, waits: bool
     )
 
 
-def steps_of(interval: float, steps: int) -> int:
-    """Return an interval in steps; below 1 it is a share of all `steps`, as in Transformers' `compute_steps`."""
-    return math.ceil(steps * interval) if interval < 1 else int(interval)
-
-
 # -- what it took
 
 
-@dataclass
 class SavesDone:
-    """What one run has saved.
+    """What one run has saved; a full state that has the best weights is a full state.
 
     Attributes:
-        full_states, best_weights: How many; a full state that has the best weights is one of the first.
-        bytes: Of all of them, as they were written.
-        held_up_s: Seconds that training waited for them.
-        longest_s: The longest of these waits.
+        sizes: Bytes of each checkpoint as it was written, by what it holds.
+        waits_s: Seconds that training waited for them.
     """
 
-    full_states: int = 0
-    best_weights: int = 0
-    bytes: int = 0
-    held_up_s: float = 0.0
-    longest_s: float = 0.0
+    def __init__(self) -> None:
+        self.sizes: dict[str, list[int]] = {FULL_STATE: [], WEIGHTS: []}
+        self.waits_s: list[float] = []
 
     def count(self, manifest: Mapping[str, Any]) -> None:
         """Count a checkpoint by its list."""
-        is_full = manifest["about"][HOLDS] == FULL_STATE
-        self.full_states += is_full
-        self.best_weights += not is_full
-        self.bytes += sum(file["bytes"] for file in manifest["files"].values())
+        self.sizes[manifest["about"][HOLDS]].append(sum(file["bytes"] for file in manifest["files"].values()))
 
     @contextmanager
     def holding_up(self) -> Iterator[None]:
         """Count the seconds of this context: training waits for a checkpoint."""
         start_s = time.perf_counter()
         yield
-        waited_s = time.perf_counter() - start_s
-        self.held_up_s += waited_s
-        self.longest_s = max(self.longest_s, waited_s)
+        self.waits_s.append(time.perf_counter() - start_s)
+
+    def for_record(self) -> dict[str, float]:
+        """Return how many checkpoints there were, their bytes, and how long training waited, in all and at most."""
+        return {
+            "full_states": len(self.sizes[FULL_STATE]),
+            "best_weights": len(self.sizes[WEIGHTS]),
+            "bytes": sum(map(sum, self.sizes.values())),
+            "held_up_s": sum(self.waits_s),
+            "longest_s": max(self.waits_s),
+        }

@@ -101,8 +101,8 @@ class ZeroPart(Part):
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
         """`module` comes from `zero_engine`."""
-        self.engine = module
         super().__init__(module, run, rank)
+        self.engine = self.called = module
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -112,11 +112,6 @@ class ZeroPart(Part):
             BadInputError: with the command that installs it.
         """
         check_deepspeed()
-
-    @property
-    @override
-    def called(self) -> torch.nn.Module:
-        return self.engine
 
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
@@ -194,7 +189,7 @@ class ZeroPart(Part):
         self.engine.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = self.module = None
+        self.engine = self.module = self.called = None
 
     @override
     def held(self) -> Held:

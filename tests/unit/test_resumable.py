@@ -42,7 +42,7 @@ def _check(run: RunConfig) -> None:
     check_checkpoint(run, "torchrun", {})
     if run.resume_from_checkpoint != "last":  # once the rows are counted
         folder = Path(run.resume_from_checkpoint)
-        check_resumable(run, ROWS, folder, read_manifest(folder)["about"], {})
+        check_resumable(run, about_run(run, ROWS), folder, read_manifest(folder)["about"])
 
 
 def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_how_far_and_how_fast_and_what_is_reported_may_change(tmp_path: Path) ->
         independent_judge="none", attention="eager", resume_from_checkpoint=folder,
     )  # fmt: skip
     check_checkpoint(run, "python", KINDS)
-    said = say_changes(run, ROWS, read_manifest(Path(folder))["about"])
+    said = say_changes(about_run(run, ROWS), read_manifest(Path(folder))["about"])
     assert "1e-05" in said
     assert "0.001" in said
     assert f"{run.total_steps(ROWS)}" in said
-    assert not say_changes(SINGLE, ROWS, read_manifest(Path(folder))["about"])
+    assert not say_changes(about_run(SINGLE, ROWS), read_manifest(Path(folder))["about"])
     measured = replace(SINGLE, lr_scheduler_type="reduce_lr_on_plateau")
     folder = _saved(tmp_path / "measured", measured)
     with pytest.raises(BadInputError, match=r"learning rate 0\.001, but this run's is 1e-05"):

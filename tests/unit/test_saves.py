@@ -206,7 +206,8 @@ def test_files_that_were_hashed_once_they_were_written_are_not_read_again(
 def test_a_run_says_how_often_it_saves_and_how_much(
     settings: dict[str, float], size: CheckpointSize, waits: bool, expected: list[str]
 ) -> None:
-    said = describe_saves(RunConfig(eval_steps=0.25, **settings), 100, size, waits)
+    state = TrainerState(max_steps=100, eval_steps=25, save_steps=100 * settings.get("save_steps", 0))
+    said = describe_saves(RunConfig(**settings), state, size, waits)
     assert [words for words in expected if words not in said] == []
 
 

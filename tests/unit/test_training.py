@@ -78,8 +78,8 @@ from tests.unit.toys import train
         ([[0], [2]], 2, ""),
         ([[0, 1], [2, 3, 0]], 4, "5 rows were used, but the steps had room for 4"),
         ([[0, 1], [2]], 4, "3 rows were used, but the steps had room for 4"),
-        ([[0, 1], [0, 1]], 4, "4 of 4 rows were used another number of times than 1; row 0: 2 times"),
-        ([[0, 1, 2], [2]], 4, "2 of 4 rows were used another number of times than 1; row 2: 2 times"),
+        ([[0, 1], [0, 1]], 4, "Row 2 was used 0 times, but row 1 2 times"),
+        ([[0, 1, 2], [2]], 4, "Row 3 was used 0 times, but row 2 2 times"),
         ([[0, 2], [1, 3]], 8, "4 rows were used, but the steps had room for 8"),
     ],
     ids=["an epoch", "two epochs", "half an epoch", "one row repeated",
@@ -336,14 +336,14 @@ def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
     trained: Callable[..., TrainingLoop],
 ) -> None:
     loop = trained(learning_rate=NOTHING_LEARNED)
-    folder, saves = loop.saver.folder, loop.saver.done
+    folder, saves = loop.saver.folder, loop.saver.done.for_record()
     assert {path.name: holds(path) for path in found_in(folder)} == {
         "checkpoint-1": WEIGHTS,
         "checkpoint-4": FULL_STATE,
     }
-    assert (saves.best_weights, saves.full_states) == (1, 1)
-    assert saves.bytes > bytes_below(folder) * 0.9
-    assert 0 < saves.longest_s < saves.held_up_s < loop.work.reporting_s
+    assert (saves["best_weights"], saves["full_states"]) == (1, 1)
+    assert saves["bytes"] > bytes_below(folder) * 0.9
+    assert 0 < saves["longest_s"] < saves["held_up_s"] < loop.work.reporting_s
     assert bytes_below(folder / "checkpoint-1") < 0.6 * bytes_below(folder / "checkpoint-4")
 
 
@@ -372,7 +372,7 @@ def test_a_run_ends_with_its_best_weights_also_where_they_are_written_while_it_g
         "checkpoint-3": WEIGHTS,
         "checkpoint-4": FULL_STATE,
     }
-    assert (loop.saver.done.best_weights, loop.saver.done.full_states) == (3, 1)
+    assert {held: len(sizes) for held, sizes in loop.saver.done.sizes.items()} == {WEIGHTS: 3, FULL_STATE: 1}
     assert TrainerState.load_from_json(str(loop.saver.folder / "checkpoint-3" / STATE_FILE)).global_step == 3
     torch.testing.assert_close(dict(loop.model.state_dict()), dict(seen[3]), rtol=0, atol=0)
     loop.part.load(loop.saver.folder / "checkpoint-4", is_full=True)
@@ -395,7 +395,7 @@ def with_accuracies(loop: TrainingLoop, accuracy_at: Callable[[int], float]) -> 
 
 
 def test_no_more_minutes_than_allowed_are_lost(trained: Callable[..., TrainingLoop]) -> None:
-    assert trained(learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saver.done.full_states == 4
+    assert trained(learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saver.done.for_record()["full_states"] == 4
 
 
 @pytest.mark.parametrize("little_bytes", [0, pytest.param(GIB, marks=pytest.mark.slow)])

@@ -108,7 +108,7 @@ def workflow(run: RunConfig) -> Record:
         base = load_base_model(run, whole_model_on(log.rank.device))
         before = evaluate(base, tokenizer, data.test, [Judge("base", base, tokenizer)], log, "before")
         loop, heard = TrainingLoop(load_replica(run, log.rank), tokenizer, data, log), Heard()
-        loop.add_callback(heard)
+        loop.handler.add_callback(heard)
         with log.phase("training"):
             for step in loop.steps():
                 for batch, _ in step:
