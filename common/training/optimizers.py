@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -121,8 +121,3 @@ def optimizer_class(model: torch.nn.Module, run: RunConfig) -> tuple[type[torch.
 def make_schedule(optimizer: torch.optim.Optimizer, run: RunConfig, steps: int) -> LRScheduler:
     """Return the run's schedule of the learning rate, over `steps` of the optimizer."""
     return get_scheduler(run.lr_scheduler_type, optimizer, training_arguments(run).get_warmup_steps(steps), steps)
-
-
-def waits_for_validation(schedule: LRScheduler) -> bool:
-    """Return whether a schedule follows what validations find, and not the steps."""
-    return not isinstance(schedule, LambdaLR)

@@ -29,8 +29,6 @@ KEPT = (
 )  # fmt: skip
 """Settings that a resumed run has as the checkpoint's; what other settings ask for is told by rows, ranks and steps, or
 may change: how long, how far, when to report and save, and by which kernels."""
-BY_MEASUREMENT = ("reduce_lr_on_plateau", "greedy")
-"""Schedules whose learning rate follows from what was measured, and cannot be set anew in between."""
 
 
 def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -176,17 +174,10 @@ def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any
                 f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
                 f"rows in the same order, or {anew}"
             )
-    rate, schedule = own["peak_learning_rate"], settings["lr_scheduler_type"]
-    rate_was = about["peak_learning_rate"]
-    if rate_was != rate and schedule in BY_MEASUREMENT:
-        yield (
-            f"with the learning rate {rate_was:g}, but this run's is {rate:g}, and the schedule {schedule} sets it "
-            f"by what was measured: pass the rate as it was, or {anew}"
-        )
 
 
 def say_changes(own: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """Return a line of what a run, `own`, does otherwise than its checkpoint is `about`; empty where that is nothing."""
+    """Return a line of what a run, `own`, does otherwise than `about` says of its checkpoint; empty where nothing."""
     before, now = (f"over {each['steps']} steps with a peak of {each['peak_learning_rate']:g}" for each in (about, own))
     if before == now:
         return ""

@@ -189,24 +189,22 @@ class Saver:
     # -- resuming
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning."""
-        asked = self.log.run.resume_from_checkpoint
-        newest = self._newest_of_all() if self.log.resumes else None
-        if newest is None and asked not in ("", LAST):
-            return Path(asked).expanduser()
-        if newest is None and self.log.resumes and self.rank.is_main:
-            print("there is no checkpoint to resume from: training starts at the beginning")
-        return newest
+        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning.
 
-    def _newest_of_all(self) -> Path | None:
-        """Return the newest whole checkpoint that any disk has, on every disk afterwards."""
-        kept = newest_whole(self.folder) if self.writes else None
+        The newest that any disk has is on every disk afterwards.
+        """
+        asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
+        kept = newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
-        if not newest:
-            return None
-        folder = self.folder / f"checkpoint-{newest}"
-        self._share(folder, has_it=kept == folder)
-        return folder
+        if newest:
+            folder = self.folder / f"checkpoint-{newest}"
+            self._share(folder, has_it=kept == folder)
+            return folder
+        if asked not in ("", LAST):
+            return Path(asked).expanduser()
+        if resumes and self.rank.is_main:
+            print("there is no checkpoint to resume from: training starts at the beginning")
+        return None
 
     def _share(self, folder: Path, has_it: bool) -> None:
         """Have a folder that some disks have on every one; `has_it`: this rank's, if it writes for its disk."""
