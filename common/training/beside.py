@@ -77,10 +77,8 @@ def trained_beside(run: RunConfig, rank: Rank, ways: dict[str, Callable[[Trial],
     ways draw alike.
     """
     rows = {"per_device_train_batch_size": ROWS, "train_rows": ROWS * run.data_parallel_ranks}
-    run = replace(run, **rows, gradient_accumulation_steps=1, max_steps=STEPS)
-    if run.method.has_adapters:
-        run = replace(run, lora_dropout=0.0)
-    found = {}
+    dropout = {"lora_dropout": 0.0} if run.method.has_adapters else {}
+    run, found = replace(run, **rows, **dropout, gradient_accumulation_steps=1, max_steps=STEPS), {}
     for name, train in ways.items():
         meter = StepMeter(rank)
         set_seed(run.seed)

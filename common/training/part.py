@@ -76,13 +76,14 @@ class Part:
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
 
-    is_whole = autocasts = True
+    autocasts = True
     optimizer_name = "optimizer"
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
         """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
+        self.is_whole = not run.parallelism.holds_parts
         self.module = module
         self.model = getattr(module, "module", module)
         self.called = self.model

@@ -92,7 +92,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "skipped_steps": loop.skipped_steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
-        "saves": loop.saver.done.for_record(),
+        "saves": loop.saver.for_record(),
         **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
         **loop.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
@@ -110,17 +110,19 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
 def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
     """Return tokens per second, trained weights, FLOPs per token and MFU; called on every rank.
 
-    `tokens_per_s` is that of all devices, which are `gpu`s.
+    `tokens_per_s` is that of all devices, which are `gpu`s. The MFU is a device's useful FLOP/s over its dense peak in
+    the number format of its products (Chowdhery et al. 2022, "PaLM", appendix B); None where no peak is known.
     """
     run = loop.run
     trained, multiplied = loop.part.parameter_counts()
     flops = training_flops(run, loop.train_rows, trained, multiplied)
     flops_per_s = tokens_per_s * flops["flops_per_token"] / run.devices
+    peak_tflops = gpu.tflops_dense[run.compute_dtype] if gpu and gpu.name != CPU_DEVICE else None
     return {
         "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
         **flops,
-        "mfu": model_flops_utilization(flops_per_s, gpu, run.compute_dtype),
+        "mfu": flops_per_s / (peak_tflops * 1e12) if peak_tflops else None,
     }
 
 
@@ -148,12 +150,3 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
         flops += count * step_flops(architecture, alone, share).useful
         tokens += count * (shape.tokens + shape.target_length)
     return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
-
-
-def model_flops_utilization(flops_per_s: float, gpu: Gpu | None, number_format: str) -> float | None:
-    """Return the MFU: a device's useful FLOP/s over its dense peak in the number format of its products.
-
-    None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
-    """
-    peak_tflops = gpu.tflops_dense[number_format] if gpu and gpu.name != CPU_DEVICE else None
-    return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

@@ -5,8 +5,10 @@ What a checkpoint is made of is `Part.state`'s; that it is there whole or not at
 
 import os
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,6 @@ from common.training.saves import (
     LITTLE_BYTES,
     CheckpointSize,
     SaveSchedule,
-    SavesDone,
     checkpoint_size,
     describe_saves,
 )
@@ -63,7 +64,8 @@ class Saver:
     Attributes:
         folder: Where the checkpoints are.
         schedule: When a full state is due.
-        done: What this run has saved.
+        sizes: Bytes of each checkpoint that this run has written, by what it holds.
+        waits_s: Seconds that training waited for them.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         resumes_from: The checkpoint that training resumes from, if it does.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
@@ -73,7 +75,9 @@ class Saver:
         """Save `part` in the results folder of `log`; `rows`: of training. Called on every rank."""
         self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
-        self.schedule, self.done = SaveSchedule(log.run.max_lost_minutes), SavesDone()
+        self.schedule = SaveSchedule(log.run.max_lost_minutes)
+        self.sizes: dict[str, list[int]] = {FULL_STATE: [], WEIGHTS: []}
+        self.waits_s: list[float] = []
         self.about = about_run(log.run, rows, log.row_digests)
         self.first_step, self.resumes_from = 0, None
         self.unfinished: UnfinishedCheckpoint | None = None
@@ -106,6 +110,23 @@ class Saver:
 
     # -- writing
 
+    @contextmanager
+    def _holding_up(self) -> Iterator[None]:
+        """Count the seconds of this context: training waits for a checkpoint."""
+        start_s = time.perf_counter()
+        yield
+        self.waits_s.append(time.perf_counter() - start_s)
+
+    def for_record(self) -> dict[str, float]:
+        """Return how many checkpoints there were, their bytes, and how long training waited, in all and at most."""
+        return {
+            "full_states": len(self.sizes[FULL_STATE]),
+            "best_weights": len(self.sizes[WEIGHTS]),
+            "bytes": sum(map(sum, self.sizes.values())),
+            "held_up_s": sum(self.waits_s),
+            "longest_s": max(self.waits_s),
+        }
+
     def save(self, state: TrainerState, control: TrainerControl, of_rank: Mapping[str, Any]) -> None:
         """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
 
@@ -115,7 +136,7 @@ class Saver:
         Raises:
             AskedToEndError: The run was asked to save and to end; all is written.
         """
-        with self.done.holding_up():
+        with self._holding_up():
             self.wait_and_commit()
             is_full = self.schedule.is_due(state, control)
             folder, best = self.folder / f"checkpoint-{state.global_step}", state.best_global_step or 0
@@ -158,7 +179,7 @@ class Saver:
         """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
         meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
-            with self.done.holding_up():
+            with self._holding_up():
                 self.wait_and_commit()
 
     def wait_and_commit(self) -> None:
@@ -168,7 +189,8 @@ class Saver:
         unfinished, self.unfinished = self.unfinished, None
         unfinished.commit()
         if self.writes:
-            self.done.count(read_manifest(unfinished.folder))
+            files = read_manifest(unfinished.folder)["files"].values()
+            self.sizes[unfinished.about[HOLDS]].append(sum(file["bytes"] for file in files))
             rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
 
     def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
@@ -258,7 +280,7 @@ class Saver:
 
     def load_best(self, state: TrainerState) -> None:
         """Finish what is being written, and take back the best weights so far, if there are any."""
-        with self.done.holding_up():
+        with self._holding_up():
             self.wait_and_commit()
         if state.best_model_checkpoint:
             verify_once(Path(state.best_model_checkpoint), self.rank.is_main)

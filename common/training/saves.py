@@ -1,11 +1,9 @@
-"""When a run saves a full state, how large it is, and what saving took."""
+"""When a run saves a full state, and how large it is."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -19,7 +17,6 @@ from common.hardware.devices import size_text
 from common.models.shards import global_numel
 from common.planning.host_memory import LITTLE_BYTES
 from common.planning.job import OPTIMIZER_BYTES
-from common.training.checkpoints import FULL_STATE, HOLDS, WEIGHTS
 
 MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
 """On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
@@ -153,40 +150,3 @@ def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, wa
         f"saves: {states}; the best weights ({weights}) after at most {validations} validations"
         f"{'' if waits else '; training goes on meanwhile'}; {on_disk} on the disk at most"
     )
-
-
-# -- what it took
-
-
-class SavesDone:
-    """What one run has saved; a full state that has the best weights is a full state.
-
-    Attributes:
-        sizes: Bytes of each checkpoint as it was written, by what it holds.
-        waits_s: Seconds that training waited for them.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, list[int]] = {FULL_STATE: [], WEIGHTS: []}
-        self.waits_s: list[float] = []
-
-    def count(self, manifest: Mapping[str, Any]) -> None:
-        """Count a checkpoint by its list."""
-        self.sizes[manifest["about"][HOLDS]].append(sum(file["bytes"] for file in manifest["files"].values()))
-
-    @contextmanager
-    def holding_up(self) -> Iterator[None]:
-        """Count the seconds of this context: training waits for a checkpoint."""
-        start_s = time.perf_counter()
-        yield
-        self.waits_s.append(time.perf_counter() - start_s)
-
-    def for_record(self) -> dict[str, float]:
-        """Return how many checkpoints there were, their bytes, and how long training waited, in all and at most."""
-        return {
-            "full_states": len(self.sizes[FULL_STATE]),
-            "best_weights": len(self.sizes[WEIGHTS]),
-            "bytes": sum(map(sum, self.sizes.values())),
-            "held_up_s": sum(self.waits_s),
-            "longest_s": max(self.waits_s),
-        }

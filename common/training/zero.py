@@ -97,7 +97,7 @@ def _config(run: RunConfig, model: Model) -> dict[str, Any]:
 class ZeroPart(Part):
     """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
 
-    is_whole = autocasts = False
+    autocasts = False
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
         """`module` comes from `zero_engine`."""

@@ -336,7 +336,7 @@ def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
     trained: Callable[..., TrainingLoop],
 ) -> None:
     loop = trained(learning_rate=NOTHING_LEARNED)
-    folder, saves = loop.saver.folder, loop.saver.done.for_record()
+    folder, saves = loop.saver.folder, loop.saver.for_record()
     assert {path.name: holds(path) for path in found_in(folder)} == {
         "checkpoint-1": WEIGHTS,
         "checkpoint-4": FULL_STATE,
@@ -372,7 +372,7 @@ def test_a_run_ends_with_its_best_weights_also_where_they_are_written_while_it_g
         "checkpoint-3": WEIGHTS,
         "checkpoint-4": FULL_STATE,
     }
-    assert {held: len(sizes) for held, sizes in loop.saver.done.sizes.items()} == {WEIGHTS: 3, FULL_STATE: 1}
+    assert {held: len(sizes) for held, sizes in loop.saver.sizes.items()} == {WEIGHTS: 3, FULL_STATE: 1}
     assert TrainerState.load_from_json(str(loop.saver.folder / "checkpoint-3" / STATE_FILE)).global_step == 3
     torch.testing.assert_close(dict(loop.model.state_dict()), dict(seen[3]), rtol=0, atol=0)
     loop.part.load(loop.saver.folder / "checkpoint-4", is_full=True)
@@ -395,7 +395,7 @@ def with_accuracies(loop: TrainingLoop, accuracy_at: Callable[[int], float]) -> 
 
 
 def test_no_more_minutes_than_allowed_are_lost(trained: Callable[..., TrainingLoop]) -> None:
-    assert trained(learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saver.done.for_record()["full_states"] == 4
+    assert trained(learning_rate=NOTHING_LEARNED, max_lost_minutes=1e-9).saver.for_record()["full_states"] == 4
 
 
 @pytest.mark.parametrize("little_bytes", [0, pytest.param(GIB, marks=pytest.mark.slow)])
