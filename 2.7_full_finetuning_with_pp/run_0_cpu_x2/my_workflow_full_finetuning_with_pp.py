@@ -67,7 +67,7 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         tokenizer, data = load_data(log)
         placement = place(log, data)
-        before = evaluate_before(log, None, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data)
         loop = train(log, placement, tokenizer, data)
         trained = sum_up(loop)
         pipeline = measure(loop)  # (4)

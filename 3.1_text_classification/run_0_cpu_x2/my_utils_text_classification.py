@@ -7,9 +7,9 @@ from common.data.rows import Splits
 from common.data.splits import tokenized
 from common.models.placement import place_stages
 from common.runtime.recorder import RunRecorder
+from common.training import export
 from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel, exchanging, load_replica
-from common.training.export import save_and_reload
 from common.training.loop import TrainingLoop
 from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.pipeline_measure import measure_pipeline
@@ -84,9 +84,8 @@ def measure(loop: TrainingLoop) -> Metrics:
 
 def save(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save one model (with LoRA the adapter, too), and load it as any user would: equal logits, or the run fails."""
-    with log.phase("save and reload"):
-        tuned, differences = save_and_reload(log, loop, tokenizer)
-        if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither labels' names nor tokenizer
-            tuned.config.save_pretrained(log.folder / "adapter")
-            tokenizer.save_pretrained(log.folder / "adapter")
-        return tuned, differences
+    tuned, differences = export.save(log, loop, tokenizer)
+    if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither labels' names nor tokenizer
+        tuned.config.save_pretrained(log.folder / "adapter")
+        tokenizer.save_pretrained(log.folder / "adapter")
+    return tuned, differences

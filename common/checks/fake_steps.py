@@ -269,7 +269,7 @@ def on_cpu(run: RunConfig) -> RunConfig:
     """Return the run as one rank takes its steps on a CPU, without the kernels that take no fake tensors."""
     alone = {} if run.parallelism.pipelines else {"parallel": "single", "devices": 1}
     kernels = {"attention": "sdpa", "use_liger_kernel": False, "torch_compile": False}
-    return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto", max_batch_tokens=0)
+    return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto")
 
 
 def make_optimizer_states(part: Part, tracker: Watch) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
 from common.models.loading import weight_dtype
-from common.tasks.objectives import objective_of
-from common.training.optimizers import make_schedule, optimizer_class, waits_for_validation, warmup_steps
+from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 
 SCHEDULES = tuple(each.value for each in SchedulerType)
 WIDTH = 320
@@ -92,16 +92,10 @@ def _try_schedule(run: RunConfig, steps: int) -> None:
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, done="followed"):
         schedule = make_schedule(optimizer, run, steps)
-        if not waits_for_validation(schedule):
-            warmup = warmup_steps(run, steps)
+        if isinstance(schedule, LambdaLR):
+            warmup = training_arguments(run).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    if objective_of(run).higher_is_better:
-        raise BadInputError(f"{what} waits for a lower loss, but this task is validated by a score that is to rise.")
-    if max(schedule.min_lrs) > run.peak_learning_rate:
-        raise BadInputError(
-            f"{what} keeps the learning rate above {max(schedule.min_lrs)}, but learning_rate is "
-            f"{run.peak_learning_rate}."
-        )
+    raise BadInputError(f"{what} follows what validations find, but the learning rate here follows the steps alone.")

@@ -9,25 +9,28 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
+from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES, TEXT_FILE
 from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
-from common.data.plain_texts import continuation_of, is_plain, opening_of, tokenize_plain
-from common.data.row_checks import check_budget, say_once
+from common.data.row_checks import say_once
 from common.data.rows import (
     IGNORED_LABEL,
     Found,
     Row,
     RowKind,
     Tokens,
+    batches_of,
+    continuation_of,
     first_tokens,
+    is_plain,
+    opening_of,
     place_of,
     placed,
     places_of,
     said_in,
-    tokens_in,
+    stored,
 )
-from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
 
@@ -250,10 +253,38 @@ def _learnt_rows(
             tokens = first_tokens(whole, run.max_length)
             if run.long_texts == "refuse" and _is_answer_cut(whole, run.max_length):
                 cut.append(row)
-            check_budget(tokens_in(tokens), row, run)
             if "picture" in row:
                 check_picture_kept(row, whole, run.max_length, tokenizer)
             if is_learnt(tokens):
                 yield tokens
             else:
                 without.append(row)
+
+
+# -- plain text
+
+
+def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt.
+
+    Raises:
+        BadInputError: `train_on` asks for a part of a row, which plain text does not have.
+    """
+    if run.train_on not in ("assistant", "all"):
+        raise BadInputError(
+            f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
+            "--train_on out."
+        )
+    return stored(_learnt_pieces(rows, tokenizer, run))
+
+
+def _learnt_pieces(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Iterator[Tokens]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    for batch in batches_of(rows, "tokenizing"):
+        texts = tokenizer([row["text"] for row in batch], **AS_TEXT)["input_ids"]
+        for text in texts:
+            ids = [*text, *end]
+            for start in range(0, len(ids), run.max_length):
+                piece = ids[start : start + run.max_length]
+                if len(piece) > 1:  # a single token predicts nothing
+                    yield {"input_ids": piece, "attention_mask": [1] * len(piece), "labels": list(piece)}

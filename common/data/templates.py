@@ -14,11 +14,10 @@ from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
-from common.data.control_tokens import control_token_in, control_tokens, marked
+from common.data.control_tokens import AS_TEXT, control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
-from common.data.plain_texts import is_plain, opening_ids
-from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
+from common.data.rows import IGNORED_LABEL, Row, Tokens, is_plain, opening_of, place_of
 from common.data.tool_calls import with_arguments_as_text
 
 PLAIN_TEMPLATE = (
@@ -85,7 +84,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str 
 def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return what each row's last answer follows, or how its plain text begins: what generation starts from."""
     if is_plain(rows):
-        return opening_ids(rows, tokenizer)
+        return tokenizer([opening_of(row["text"]) for row in rows], **AS_TEXT)["input_ids"]
     return _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, answer_follows=True)
 
 

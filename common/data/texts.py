@@ -17,8 +17,20 @@ from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
-from common.data.stored_rows import batches_of, stored, take
+from common.data.rows import (
+    Found,
+    Row,
+    RowKind,
+    Splits,
+    Tokens,
+    batches_of,
+    padded_shape,
+    placed,
+    places_of,
+    shown,
+    stored,
+    take,
+)
 from common.planning.job import BatchShape
 
 MOST_LABELS, MOST_LABELS_SAID = 100, 20
@@ -65,21 +77,30 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
-    """Yield the rows with their columns by key; `columns` has the name of each in the data.
+    """Yield the rows with their columns by key, and say how many are left out, if some may be empty.
+
+    `columns` has the name of each in the data.
 
     Raises:
         BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
     """
     empty: dict[str, list[str]] = {key: [] for key in columns}
+    filled = left_out = 0
     for row, where in found:
         by_key = _columns_of(row, where, columns)
-        for key, value in by_key.items():
-            if not value.strip():
-                empty[key].append(where.removeprefix(f"{source}, "))
-        yield placed(by_key, where)
+        lacking = [key for key, value in by_key.items() if not value.strip()]
+        for key in lacking:
+            empty[key].append(where.removeprefix(f"{source}, "))
+        if lacking:
+            left_out += 1
+        else:
+            filled += 1
+            yield placed(by_key, where)
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
+    if left_out:
+        say_once(f"{left_out:,} of {left_out + filled:,} rows have an empty column, and are left out")
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
@@ -95,15 +116,6 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
             )
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
-
-
-def without_empty(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows whose columns are all filled, and say once how many are left out."""
-    filled = [number for number, row in enumerate(rows) if all(value.strip() for value in row.values())]
-    if len(filled) == len(rows):
-        return rows
-    say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
-    return take(rows, filled)
 
 
 # -- labels

@@ -53,24 +53,18 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return run
-    is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return replace(run, padding_free="yes" if is_asked or has_kernel else "no")
-    if is_asked:
+        return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
+    if run.padding_free == "yes":
         raise BadInputError(
-            f"{is_asked} is {getattr(run, is_asked)}, but the attention of {run.model} ({config.model_type}, "
-            f"{run.attention}) cannot separate rows that lie end to end: leave --{is_asked} out."
+            f"padding_free is yes, but the attention of {run.model} ({config.model_type}, {run.attention}) cannot "
+            "separate rows that lie end to end: leave --padding_free out."
         )
     say_once(
         f"{run.model}: rows are padded, as its attention ({config.model_type}, {run.attention}) cannot separate them"
     )
     return replace(run, padding_free="no")
-
-
-def is_set(run: RunConfig, name: str) -> bool:
-    """Return whether a setting is not at its default."""
-    return getattr(run, name) != getattr(RunConfig, name)
 
 
 def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:

@@ -26,8 +26,7 @@ from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
-from common.data.plain_texts import is_plain
-from common.data.rows import IGNORED_LABEL, Row
+from common.data.rows import IGNORED_LABEL, Row, is_plain
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder

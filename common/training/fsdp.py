@@ -38,8 +38,6 @@ LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
 class Shards(Part):
     """A shard of each weight; the others' are gathered layer by layer."""
 
-    is_whole = False
-
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
         """Check that `module`, which comes from `shard`, is divided, and say how."""
         check_fully_sharded(module, run.shard_ranks)

@@ -23,13 +23,11 @@ from common.training.pipeline import Pipeline
 class Stage(Part):
     """Some layers of the model, in a pipeline; all ranks go through the same rows in the same order."""
 
-    is_whole = False
-
     def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
         """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
         super().__init__(module.module.model, run, rank)
-        self.measures_usage = False
+        self.usage = None  # what one device would hold is on no rank
         self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod

@@ -56,8 +56,6 @@ AGREEMENT = 1e-7
 class Columns(Part):
     """Columns or rows of each layer's matrices; all ranks have the same rows of a batch."""
 
-    is_whole = False
-
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
         """Check that every matrix of the plan is divided, and nothing else; `module` comes from `split_by_plan`."""
         check_split(module, rank.world_size)

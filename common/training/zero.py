@@ -32,7 +32,7 @@ from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_share, optimizer_bytes
+from common.training.usage import Held, check_part, optimizer_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -97,12 +97,12 @@ def _config(run: RunConfig, model: Model) -> dict[str, Any]:
 class ZeroPart(Part):
     """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
 
-    is_whole = autocasts = False
+    autocasts = False
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
         """`module` comes from `zero_engine`."""
-        self.engine = module
         super().__init__(module, run, rank)
+        self.engine = self.called = module
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -112,11 +112,6 @@ class ZeroPart(Part):
             BadInputError: with the command that installs it.
         """
         check_deepspeed()
-
-    @property
-    @override
-    def called(self) -> torch.nn.Module:
-        return self.engine
 
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
@@ -194,7 +189,7 @@ class ZeroPart(Part):
         self.engine.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = self.module = None
+        self.engine = self.module = self.called = None
 
     @override
     def held(self) -> Held:
@@ -226,9 +221,11 @@ class ZeroPart(Part):
         """
         states = optimizer_bytes(self.engine.optimizer.optimizer)
         if states:  # SGD has none
-            check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
+            part = 2 * self._trained() * 4 / self.rank.world_size
+            check_part("optimizer states", states, (part, part))
         if zero_stage(self.run) == 3:
-            check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)
+            part = self.held_by_one_device().weights_bytes / self.rank.world_size
+            check_part("weights", held.weights_bytes, (part, part))
 
 
 # -- dividing

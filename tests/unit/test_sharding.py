@@ -29,7 +29,7 @@ from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Shards, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
 from common.training.pipeline_parallel import Stage
 from common.training.saver import Saver
-from common.training.usage import SentBytes, check_part, check_share, part_bytes
+from common.training.usage import SentBytes, check_part, part_bytes
 from common.training.zero import ZeroPart, check_deepspeed
 
 FSDP = RunConfig(
@@ -117,13 +117,13 @@ def test_a_whole_model_is_no_sharded_one() -> None:
 
 @pytest.mark.parametrize("local", [48, 50, 52])
 def test_a_rank_holds_its_part(local: int) -> None:
-    check_share("weights", local, 100, 2)
+    check_part("weights", local, (50, 50))
 
 
 @pytest.mark.parametrize("local", [0, 47, 53, 100])
 def test_a_rank_with_less_or_more_than_its_part_is_refused(local: int) -> None:
     with pytest.raises(RuntimeError, match="This rank holds"):
-        check_share("weights", local, 100, 2)
+        check_part("weights", local, (50, 50))
 
 
 def test_a_rank_may_hold_as_much_as_weights_cut_along_their_first_dimension_leave_it() -> None:
