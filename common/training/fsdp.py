@@ -4,14 +4,12 @@ PyTorch's `fully_shard` is called here directly: Accelerate's FSDP plugin runs p
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,6 +17,7 @@ from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.models.compiled_layers import layers_of
 from common.models.divided import load_rows
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
@@ -27,11 +26,9 @@ from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
 from common.training.answer_logits import Model
 from common.training.part import Part, clip_divided
-from common.training.usage import Held, check_part, part_bytes
+from common.training.usage import check_part, part_bytes
 
-OWN_LAYERS = "layers"
-"""The setting `wrap` for the model's own layers."""
-LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
+LEFT_TO_ACCELERATE = ("offload", "dp_replicate_size")
 """Settings that do nothing where `accelerate launch` shards by its own file."""
 
 
@@ -50,27 +47,23 @@ class Shards(Part):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that the model has the classes to wrap, and that nothing else shards it.
+        """Check that the model has layers to gather one at a time, and that Accelerate would not divide it otherwise.
 
         Raises:
-            BadInputError: it has none of one, or Accelerate shards and would not see a setting.
+            BadInputError: it has none, or Accelerate divides it and would not see a setting.
         """
         if accelerate_shards():
             _check_left_to_accelerate(run)
-        modules_to_wrap(model_without_weights(run), run.wrap)
+        if not layers_of(model_without_weights(run)):
+            raise BadInputError(
+                f"FSDP gathers a model layer by layer, but {run.model} has no layers: pass another --model."
+            )
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = self.gradients()
         group = _shard_group(self.model)  # hybrid sharding: each copy has all of the gradients
         return clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)
-
-    @override
-    def check_shard_memory(self, held: Held) -> None:
-        weights, ranks = list(self.model.parameters()), self.run.shard_ranks
-        trained = [weight for weight in weights if weight.requires_grad]
-        check_part("weights", held.weights_bytes, part_bytes(weights, ranks))
-        check_part("gradients", held.gradients_bytes, part_bytes(trained, ranks))
 
 
 def _shard_group(model: Model) -> dist.ProcessGroup:
@@ -123,49 +116,23 @@ def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
-    """Return the modules that are gathered one at a time, in the order of the forward pass.
-
-    `wrap` is `layers`, or names of classes with commas between.
-
-    Raises:
-        BadInputError: the model has no module of a class; with the classes that repeat, as layers do.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    asked = list(base._no_split_modules) if wrap == OWN_LAYERS else wrap.split(",")
-    classes = Counter(type(module).__name__ for module in base.modules())
-    for name in asked:
-        if not classes[name]:
-            repeated = ", ".join(sorted(other for other, count in classes.items() if count > 1))
-            raise BadInputError(
-                f"wrap has {name!r}, but {type(base).__name__} has no module of that class: pass --wrap layers, or "
-                f"some of {repeated}."
-            )
-    return [module for module in base.modules() if type(module).__name__ in asked]
-
-
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
-    """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
+    """Divide every weight among the ranks, in place: layers one by one, then what is left in the root.
 
     What ranks hold parts of already (`load_parts`) stays where it is. Where Accelerate was launched with an FSDP file,
     its own function divides the model, as that file says.
-
-    Raises:
-        BadInputError: see `modules_to_wrap`.
     """
     if plugin := plugin_of_file():
         return shard_by_accelerate(model, run, plugin, mesh.device_type)
-    wrapped = modules_to_wrap(model, run.wrap)
     about = {
         "mesh": mesh,
         "mp_policy": mixed_precision(run),
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
     loaded = _set_aside(model)
-    for module in [*reversed(wrapped), model]:  # a wrapped module's own parts come first
+    for module in [*layers_of(model), model]:
         fully_shard(module, **about)
     _put_back(loaded)
-    prefetch(wrapped, run.prefetch)
     return model
 
 
@@ -208,13 +175,6 @@ def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
         )  # `from_local` would leave the host
         part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
         setattr(module, name, parts.setdefault(id(loaded), part))
-
-
-def prefetch(wrapped: Sequence[FSDPModule], ahead: int) -> None:
-    """Have each wrapped module ask for the `ahead` ones after it, and in the backward pass for those before it."""
-    for place, module in enumerate(wrapped if ahead else ()):
-        module.set_modules_to_forward_prefetch(wrapped[place + 1 : place + 1 + ahead])
-        module.set_modules_to_backward_prefetch(wrapped[max(0, place - ahead) : place][::-1])
 
 
 def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:

@@ -32,7 +32,7 @@ from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_share, optimizer_bytes
+from common.training.usage import Held, check_part, optimizer_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -224,11 +224,11 @@ class ZeroPart(Part):
         Raises:
             RuntimeError: with both sizes.
         """
-        states = optimizer_bytes(self.engine.optimizer.optimizer)
+        states, ranks = optimizer_bytes(self.engine.optimizer.optimizer), self.rank.world_size
         if states:  # SGD has none
-            check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
+            check_part("optimizer states", states, (2 * self._trained() * 4 // ranks,) * 2)
         if zero_stage(self.run) == 3:
-            check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)
+            check_part("weights", held.weights_bytes, (self.held_by_one_device().weights_bytes // ranks,) * 2)
 
 
 # -- dividing

@@ -19,17 +19,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_folder, check_inputs
+from common.checks.inputs import check_folder
 from common.models.divided import load_rows, mesh_of
 from common.models.shards import local_part
 from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
 from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import Shards, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
+from common.training.fsdp import Shards, check_fully_sharded, mixed_precision, shard_by_accelerate
 from common.training.pipeline_parallel import Stage
 from common.training.saver import Saver
-from common.training.usage import SentBytes, check_part, check_share, part_bytes
+from common.training.usage import SentBytes, check_part, part_bytes
 from common.training.zero import ZeroPart, check_deepspeed
 
 FSDP = RunConfig(
@@ -63,7 +63,6 @@ def toy() -> LlamaForCausalLM:
         ({"gradient_checkpointing": True, "use_reentrant": True}, "use_reentrant is True, but FSDP"),
         ({"offload": "cpu"}, "offload is cpu, but device is cpu"),
         ({"parallel": "single", "devices": 1, "offload": "cpu"}, "offload is cpu, which is for fsdp and zero"),
-        ({"prefetch": -1}, "prefetch is -1"),
         ({"dp_replicate_size": 2}, "dp_replicate_size is 2, but 2 devices cannot form 2 equal groups of two or more"),
         ({"dp_replicate_size": 4, "devices": 6}, "dp_replicate_size is 4, but 6 devices cannot form 4 equal groups"),
         ({"dp_replicate_size": 2, "devices": 4, "parallel": "zero3"}, "dp_replicate_size is 2, which is for fsdp"),
@@ -72,12 +71,6 @@ def toy() -> LlamaForCausalLM:
 def test_what_contradicts_sharding_is_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(BadInputError, match=said):
         replace(FSDP, **changes)
-
-
-def test_a_layer_class_that_the_model_lacks_is_refused_with_those_that_repeat() -> None:
-    assert [len(modules_to_wrap(toy(), names)) for names in ("layers", "LlamaMLP,LlamaAttention")] == [2, 4]
-    with pytest.raises(BadInputError, match=r"wrap has 'GPT2Block', but LlamaForCausalLM has no .*LlamaDecoderLayer"):
-        check_inputs(replace(FSDP, wrap="GPT2Block"))
 
 
 def test_zero_without_deepspeed_or_on_a_cpu_without_a_compiler_is_refused(
@@ -117,13 +110,13 @@ def test_a_whole_model_is_no_sharded_one() -> None:
 
 @pytest.mark.parametrize("local", [48, 50, 52])
 def test_a_rank_holds_its_part(local: int) -> None:
-    check_share("weights", local, 100, 2)
+    check_part("weights", local, (50, 50))
 
 
 @pytest.mark.parametrize("local", [0, 47, 53, 100])
 def test_a_rank_with_less_or_more_than_its_part_is_refused(local: int) -> None:
     with pytest.raises(RuntimeError, match="This rank holds"):
-        check_share("weights", local, 100, 2)
+        check_part("weights", local, (50, 50))
 
 
 def test_a_rank_may_hold_as_much_as_weights_cut_along_their_first_dimension_leave_it() -> None:
@@ -273,14 +266,10 @@ def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
     assert [gradient.item() for gradient in part.gradients()][::2] == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("setting", "value"), [("wrap", "Linear"), ("prefetch", 2), ("offload", "cpu")])
-def test_settings_that_accelerate_would_not_see_are_refused(
-    monkeypatch: pytest.MonkeyPatch, setting: str, value: object
-) -> None:
-    run = replace(FSDP, device="cuda", **{setting: value})
-    monkeypatch.setattr(fsdp, "modules_to_wrap", lambda *_: [])
+def test_settings_that_accelerate_would_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(FSDP, device="cuda", offload="cpu")
     Shards.check(run)
     monkeypatch.setattr(fsdp, "accelerate_shards", lambda: True)
     Shards.check(FSDP)
-    with pytest.raises(BadInputError, match=f"--{setting} {value} .*torchrun"):
+    with pytest.raises(BadInputError, match=r"--offload cpu .*torchrun"):
         Shards.check(run)
