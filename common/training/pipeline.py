@@ -28,10 +28,6 @@ from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
 from common.training.answer_logits import loss_is_chunked, on_device
 
-KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
-"""Each has buffers for the hidden states of a whole batch: on a GPU they would add up over the batches' shapes. A new
-one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
-
 
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
     """Return this rank's layers with the trained weights switched on; with LoRA, adapters beside frozen ones.
@@ -207,10 +203,10 @@ class TimedStage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept.
+    """This rank's stage and its latest schedule, whose buffers have the shape of a batch's hidden states.
 
-    Attributes:
-        schedules: The latest used last: the same on every rank, as all see the same shapes in the same order.
+    A batch of another shape gets a new one, on all ranks alike, which costs a handshake of 1 to 4 ms (two ranks with
+    gloo): of each shape one would take memory.
     """
 
     def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
@@ -218,8 +214,8 @@ class Pipeline:
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
         self.loss_divisor = 1.0
-        self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
-        self.kept_schedules = KEPT_SCHEDULES[run.device]
+        self.schedule: PipelineScheduleSingle | None = None
+        self.made_for: tuple[object, ...] = ()
 
     def train_step(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
@@ -273,14 +269,9 @@ class Pipeline:
         return made.float() if self.module.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
-        """Return what the last step's hidden states and gradients were received in; other shapes' is freed.
-
-        From now on as much is kept as on a GPU.
-        """
-        self.kept_schedules = KEPT_SCHEDULES["cuda"]
-        self.schedules = dict(list(self.schedules.items())[-self.kept_schedules :])
-        stages = (schedule._stage for schedule in self.schedules.values())
-        infos = tree_leaves([(stage.args_recv_info, stage.grad_recv_info) for stage in stages])
+        """Return what the last step's hidden states and gradients were received in."""
+        stage = self.schedule._stage
+        infos = tree_leaves((stage.args_recv_info, stage.grad_recv_info))
         return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]
 
     def idle_shares(self) -> list[float]:
@@ -313,16 +304,12 @@ class Pipeline:
         return inputs
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return the schedule for batches of `shape` (rows, tokens); it is kept, as its buffers have that shape.
-
-        In place of the one that was not used for longest, which is dropped first: its memory is free at once.
-        """
-        key = (tuple(shape), name, count, purpose)
-        found = self.schedules.pop(key, None)
-        if found is None and len(self.schedules) == self.kept_schedules:
-            del self.schedules[next(iter(self.schedules))]
-        self.schedules[key] = found or self._new_schedule(shape, name, count, purpose)
-        return self.schedules[key]
+        """Return the schedule for batches of `shape` (rows, tokens): the latest one, or a new one in its place."""
+        if self.made_for != (tuple(shape), name, count, purpose):
+            self.schedule = None  # its buffers are free before the next one's are there
+            self.schedule = self._new_schedule(shape, name, count, purpose)
+            self.made_for = (tuple(shape), name, count, purpose)
+        return self.schedule
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
         """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
@@ -133,10 +132,12 @@ class Stage(Part):
         busy_s, total_s = self.pipeline.clock.busy_and_total_s()
         if not total_s:
             return {"stages": None}
-        of_stages = pd.DataFrame({"busy_s": gather_object([busy_s]), "idle_share": self.pipeline.idle_shares()})
-        if not of_stages["busy_s"].all():
-            raise RuntimeError(f"Stage {of_stages['busy_s'].argmin()} of {len(of_stages)} computed nothing.")
-        return {"stages": of_stages.rename_axis("stage").reset_index().to_dict("records")}
+        of_stages = list(zip(gather_object([busy_s]), self.pipeline.idle_shares(), strict=True))
+        stages = [{"stage": n, "busy_s": busy_s, "idle_share": idle} for n, (busy_s, idle) in enumerate(of_stages)]
+        for stage in stages:
+            if not stage["busy_s"]:
+                raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
+        return {"stages": stages}
 
     @override
     def parameter_counts(self) -> tuple[int, int]:

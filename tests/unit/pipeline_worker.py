@@ -135,7 +135,6 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     if "recomputed" in case:
         stage.gradient_checkpointing_enable({"use_reentrant": False})
     pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
-    pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
     saved = folder.with_name(folder.name + "-saved")
     every = set().union(*gather_object([set(trained_of(stage))]))
     save_parts(stage, saved, Sharing(rank.rank, rank.world_size, group=0, groups=1))
