@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, weight_dtype
-from common.models.stages import Sharing, StageMap, load_stage
+from common.models.stages import Sharing, load_stage
 from common.planning.architectures import UnknownArchitectureError
 from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
 from common.planning.run_jobs import answering_architecture
@@ -67,18 +67,11 @@ def load_answering(
     if stages == 1:
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)
     sharing = Sharing(rank.rank % stages, stages, rank.rank // stages, rank.world_size // stages)
-    model = load_stage(run, answering_map(run, stages), sharing.stage, rank.device, source, quantized)
-    return in_stages(model, sharing, weight_dtype(run), _group_of(run, rank, stages))
-
-
-def answering_map(run: RunConfig, stages: int) -> StageMap:
-    """Return which stage of a model that answers holds which module."""
     architecture = answering_architecture(run)
-    return device_map_of(architecture, answering_shares(architecture, stages), range(stages))
-
-
-def _group_of(run: RunConfig, rank: Rank, stages: int) -> dist.ProcessGroup | None:
-    return _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
+    stage_map = device_map_of(architecture, answering_shares(architecture, stages), range(stages))
+    model = load_stage(run, stage_map, sharing.stage, rank.device, source, quantized)
+    group = _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
+    return in_stages(model, sharing, weight_dtype(run), group)
 
 
 @lru_cache(maxsize=1)  # models are loaded several times, and every rank makes all groups

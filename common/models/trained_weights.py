@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError, begin_of, closest
 from common.base.run_config import RunConfig, names_in
-from common.data.row_checks import say_once
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 
@@ -141,30 +140,12 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
             ) from None
         raise BadInputError(f"target_modules is {run.target_modules!r}: {reason}") from None
     leave_casts_to_autocast(adapted)
-    say_once(check_adapters_place(adapted))
     return adapted
 
 
 def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
     """Return the names of tower and connector where the run trains them."""
     return [] if run.freeze_vision_tower else vision_modules(model)
-
-
-def check_adapters_place(adapted: PeftModel) -> str:
-    """Return a line that says how many layers have adapters; an empty one for a model of texts alone.
-
-    Raises:
-        RuntimeError: one stands outside the language layers.
-    """
-    base = adapted.get_base_model()
-    part = language_part(base)
-    if not part:
-        return ""
-    places = [name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
-    outside = [name for name in places if not name.startswith(part)]
-    if outside:
-        raise RuntimeError(f"{len(outside)} of {len(places)} adapters stand outside {part[:-1]}: {outside[0]}.")
-    return f"adapters: on {len(places)} linear layers of {part[:-1]}, none in {' and '.join(vision_modules(base))}"
 
 
 def leave_casts_to_autocast(model: PeftModel) -> None:

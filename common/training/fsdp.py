@@ -7,7 +7,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,13 +61,9 @@ class Shards(Part):
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = self.gradients()
-        group = _shard_group(self.model)  # hybrid sharding: each copy has all of the gradients
+        mesh = next(self.model.parameters()).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)  # hybrid sharding: each copy has all of the gradients
         return clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)
-
-
-def _shard_group(model: Model) -> dist.ProcessGroup:
-    mesh = next(model.parameters()).device_mesh
-    return mesh.get_group(mesh.ndim - 1)
 
 
 def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:

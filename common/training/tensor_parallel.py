@@ -6,7 +6,6 @@ are summed over the ranks twice a layer, and so are the gradients of their input
 is whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import Division, load_divided
+from common.models.divided import load_divided
 from common.models.loading import any_shape_config, model_without_weights
 from common.models.shards import local_part
 from common.models.trained_weights import with_trained_weights
@@ -103,7 +102,7 @@ def mesh_of_all(rank: Rank) -> DeviceMesh:
 def load_columns(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
     """Return the model to train, of which each rank has loaded its part of each layer's matrices; on every rank."""
     planned = planned_dimensions(model_without_weights(run))
-    return with_trained_weights(load_divided(run, rank.device, Division(mesh, planned.get)), run)
+    return with_trained_weights(load_divided(run, rank.device, mesh, planned.get), run)
 
 
 # -- the plan
@@ -202,13 +201,10 @@ def split_dimension(weight: torch.Tensor) -> int | None:
 
 
 def describe_split(model: Model) -> str:
-    """Return what a rank holds of a divided model, and which weights of a layer are divided."""
-    weights = dict(model.named_parameters())
-    held = sum(local_part(weight).numel() for weight in weights.values())
-    whole = sum(weight.numel() for weight in weights.values())
-    divided = [name for name, weight in weights.items() if split_dimension(weight) is not None]
-    of_layer = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in divided)
-    return f"holds {held:,} of {whole:,} weights; of each layer it has its part of {', '.join(of_layer)}"
+    """Return what a rank holds of a divided model."""
+    weights = list(model.parameters())
+    held, whole = sum(local_part(weight).numel() for weight in weights), sum(weight.numel() for weight in weights)
+    return f"holds {held:,} of {whole:,} weights, as it has its part of each layer's {', '.join(PLAN)}"
 
 
 def check_split(model: Model, ranks: int) -> None:

@@ -14,7 +14,7 @@ from common.models.stages import PassThrough, cut
 from common.runtime.world import Rank
 from common.training.loop import TrainingLoop
 from common.training.pipeline import PassClock, StageModule, trained_stage
-from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
+from common.training.pipeline_measure import full_batches, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import Stage
 from tests.unit.pipeline_worker import cases, save_toy, stage_map_of
 from tests.unit.ranks import found_by_ranks
@@ -160,7 +160,6 @@ def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:
 )
 def test_the_ideal_pipeline(stages: int, micro_batches: int, speedup: float, idle_share: float) -> None:
     assert ideal_speedup(stages, micro_batches) == pytest.approx(speedup)
-    assert ideal_idle_share(stages, micro_batches) == pytest.approx(idle_share)
     assert speedup == pytest.approx(stages * (1 - idle_share))
 
 
