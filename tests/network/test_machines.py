@@ -165,7 +165,8 @@ def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, 
     place.network.hosts[lost].kill()
     assert all(place.finish(END_S))
     for worker in set(members) - {members[lost]}:
-        assert worker.has_said("start the same command again on all machines with --resume_from_checkpoint last")
+        said = "start the same command again on all machines with --resume_from_checkpoint last"
+        assert worker.has_said(said), worker.output
         assert worker.record["status"] in ("failed", "interrupted")
 
 
