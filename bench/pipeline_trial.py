@@ -10,7 +10,7 @@ import faulthandler
 import json
 import sys
 import tempfile
-from functools import partial
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
@@ -44,16 +44,13 @@ def measure(model: str, rows: int, steps: int, rounds: int) -> dict[str, object]
     rank = start_rank(run)
     with tempfile.TemporaryDirectory() as folder:
         loop = _loop(TrialOfEpochs(run, rank, Path(folder)))
-        figures = measure_pipeline(loop, steps, rounds, partial(_tell, f"{model}, {rows} rows, "))
+        with redirect_stdout(sys.stderr):
+            figures = measure_pipeline(loop, steps, rounds)
     if rank.is_main:
         print(json.dumps(figures), flush=True)
     wait_for_everyone()
     end_rank()
     return figures
-
-
-def _tell(what: str, line: str) -> None:
-    print(what + line, file=sys.stderr, flush=True)
 
 
 def _loop(log: TrialOfEpochs) -> TrainingLoop:

@@ -4,7 +4,9 @@ PyTorch's schedules (`torch.distributed.pipelining`) order the passes of stages 
 states and gradients; this module weighs the loss, and times every pass.
 """
 
+import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -118,24 +120,28 @@ class PassClock:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.on_gpu = device, device != "cpu"
-        self.passes: list[tuple[str, int, Mark, Mark]] = []
-        self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
+        self.device = device
+        self.passes: list[tuple[str, Mark, Mark]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all steps timed so far."""
+        self.steps: list[tuple[Mark, Mark, list[tuple[str, Mark, Mark]]]] = []
         self.earlier_s = (0.0, 0.0)
 
     def mark(self) -> Mark:
         """Return the moment."""
-        if not self.on_gpu:
+        if self.device == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def timed(self, kind: str, micro_batch: int, work: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return what `work` returns, and keep its time."""
+    def timed(self, kind: str, work: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Return what `work`, a pass of one micro-batch, returns, and keep its time."""
         start = self.mark()
         done = work(*args, **kwargs)
-        self.passes.append((kind, micro_batch, start, self.mark()))
+        self.passes.append((kind, start, self.mark()))
         return done
 
     def step(self, work: Callable, *args: Any, **kwargs: Any) -> None:
@@ -147,56 +153,31 @@ class PassClock:
         self.steps.append((start, self.mark(), self.passes))
         self.passes = []  # what follows, say validation, is of no training step
 
-    def forget(self) -> None:
-        """Forget all steps timed so far."""
-        self.steps, self.earlier_s = [], (0.0, 0.0)
-
     def busy_and_total_s(self) -> tuple[float, float]:
         """Return the seconds in which this stage computed, and those of the steps, over all steps since `forget`."""
         busy_s, total_s = self.earlier_s
         for start, end, passes in self.steps:
             total_s += self._seconds(start, end)
-            busy_s += sum(self._seconds(start, end) for _, _, start, end in passes)
+            busy_s += sum(self._seconds(start, end) for _, start, end in passes)
         return busy_s, total_s
 
     def last_passes(self) -> list[tuple[str, int, float, float]]:
         """Return the passes of the last step: kind, micro-batch, start and end, in seconds since its step began.
 
-        The kind is `forward`, `loss` or `backward`.
+        The kind is `forward`, `loss` or `backward`; of each kind micro-batches come in their order.
         """
         begin, _, passes = self.steps[-1]
+        micro_batches = defaultdict(itertools.count)
         return [
-            (kind, micro_batch, self._seconds(begin, start), self._seconds(begin, end))
-            for kind, micro_batch, start, end in passes
+            (kind, next(micro_batches[kind]), self._seconds(begin, start), self._seconds(begin, end))
+            for kind, start, end in passes
         ]
 
     def _seconds(self, start: Mark, end: Mark) -> float:
-        if not self.on_gpu:
+        if self.device == "cpu":
             return end - start
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-
-
-class TimedStage(PipelineStage):
-    """A stage whose passes are timed."""
-
-    def __init__(self, clock: PassClock, *args: Any, **kwargs: Any) -> None:
-        """Keep times in `clock`; the other arguments are PyTorch's."""
-        super().__init__(*args, **kwargs)
-        self.clock = clock
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Time the forward pass of one micro-batch."""
-        return self.clock.timed("forward", fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Time the backward pass of one micro-batch."""
-        return self.clock.timed("backward", bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
-
-    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Check what is sent alone. PyTorch before 2.12 calls this for the last stage, too, which sends nothing."""
-        if not self.is_last:
-            super()._validate_fwd_outputs(outputs)
 
 
 # -- schedules
@@ -263,9 +244,7 @@ class Pipeline:
         self.module.eval()
         self.module.positions = None
         inputs = on_device(batch, self.rank.device)
-        schedule = self._schedule(inputs["input_ids"].shape, "gpipe", self.micro_batches, "logits")
-        ids = (inputs["input_ids"],) if self.module.is_first else ()
-        made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
+        made = self._pass(inputs, "gpipe", self.micro_batches, "logits")
         return made.float() if self.module.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
@@ -274,28 +253,33 @@ class Pipeline:
         infos = tree_leaves((stage.args_recv_info, stage.grad_recv_info))
         return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]
 
-    def idle_shares(self) -> list[float]:
-        """Return each stage's share of the steps' time in which it waited; a step ends for all with its last stage."""
+    def busy_s_and_idle_shares(self) -> list[tuple[float, float]]:
+        """Return each stage's seconds of work, and its share of the steps' time in which it waited.
+
+        A step ends for all with its last stage.
+        """
         of_stages = gather_object([self.clock.busy_and_total_s()])
         longest_s = max(total_s for _, total_s in of_stages)
-        return [1 - busy_s / longest_s for busy_s, _ in of_stages]
+        return [(busy_s, 1 - busy_s / longest_s) for busy_s, _ in of_stages]
 
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
     ) -> torch.Tensor:
         inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
-        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
-        ids = (inputs["input_ids"],) if self.module.is_first else ()
         losses: list[torch.Tensor] = []
         target = {"target": inputs["labels"], "losses": losses} if self.module.is_last else {}
-        given = {"attention_mask": inputs["attention_mask"], "return_outputs": False, **target}
         with padding_known(batch):
-            if purpose == "training":
-                self.clock.step(schedule.step, *ids, **given)
-            else:
-                schedule.eval(*ids, **given)
+            self._pass(inputs, name, count, purpose, return_outputs=False, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
+
+    def _pass(
+        self, inputs: dict[str, torch.Tensor], name: str, count: int, purpose: str, **given: Any
+    ) -> torch.Tensor | None:
+        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
+        pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
+        ids = (inputs["input_ids"],) if self.module.is_first else ()
+        return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
@@ -312,21 +296,24 @@ class Pipeline:
         return self.schedule
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
+        """Return PyTorch's schedule of `count` micro-batches over this rank's stage, whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         hidden = torch.empty(
             (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
         ).requires_grad_(purpose == "training")
         ids = torch.empty((rows, length), dtype=torch.long, device="meta")
-        stage = TimedStage(
-            self.clock,
+        stage = PipelineStage(
             self.module,
             self.rank.rank,
             self.rank.world_size,
             torch.device(self.rank.device),
             input_args=ids if self.module.is_first else hidden,
-            output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
+            output_args=hidden,
         )
+        stage.forward_one_chunk = partial(self.clock.timed, "forward", stage.forward_one_chunk)
+        stage.backward_one_chunk = partial(self.clock.timed, "backward", stage.backward_one_chunk)
+        if stage.is_last:  # what it returns goes nowhere; PyTorch before 2.12 looks at its shape all the same
+            stage._validate_fwd_outputs = lambda _: None
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
         loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
@@ -334,4 +321,4 @@ class Pipeline:
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
         """Return the loss of one micro-batch; see `StageModule.loss`."""
-        return self.clock.timed("loss", -1, self.module.loss, output, target, in_backward) / self.loss_divisor
+        return self.clock.timed("loss", self.module.loss, output, target, in_backward) / self.loss_divisor

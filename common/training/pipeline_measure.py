@@ -29,15 +29,13 @@ def ideal_speedup(stages: int, micro_batches: int) -> float:
     return stages * micro_batches / (micro_batches + stages - 1)
 
 
-def measure_pipeline(
-    loop: TrainingLoop, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
-) -> dict[str, object] | None:
+def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dict[str, object] | None:
     """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
     Forward and backward passes only; every schedule in turn, `rounds` times, medians, on up to `steps` batches (fewer
     of a large model). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone
-    against those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each
-    round, on rank 0.
+    against those of all stages at once, nothing being sent. Weights stay as they are. Rank 0 prints a line after each
+    round.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
@@ -61,7 +59,7 @@ def measure_pipeline(
         for name, work in schedules.items():
             pipeline.clock.forget()
             times[name].append(slowest_s(loop, batches, work))
-            idle_shares[name].append(pipeline.idle_shares())
+            idle_shares[name].append([idle for _, idle in pipeline.busy_s_and_idle_shares()])
         for stage, parts in product(range(stages), (1, count)):
             own = batches if rank.rank == stage else []
             alone_s = slowest_s(loop, own, partial(pipeline.bare_step, micro_batches=parts))
@@ -69,7 +67,7 @@ def measure_pipeline(
         times["all stages at once"].append(slowest_s(loop, batches, partial(pipeline.bare_step, micro_batches=count)))
         if rank.is_main:
             seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in schedules)
-            tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
+            print(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step", flush=True)
     step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
     return {

@@ -129,14 +129,13 @@ class Stage(Part):
         Raises:
             RuntimeError: a stage computed nothing.
         """
-        busy_s, total_s = self.pipeline.clock.busy_and_total_s()
-        if not total_s:
+        if not self.pipeline.clock.steps:
             return {"stages": None}
-        of_stages = list(zip(gather_object([busy_s]), self.pipeline.idle_shares(), strict=True))
+        of_stages = self.pipeline.busy_s_and_idle_shares()
+        for number, (busy_s, _) in enumerate(of_stages):
+            if not busy_s:
+                raise RuntimeError(f"Stage {number} of {len(of_stages)} computed nothing.")
         stages = [{"stage": n, "busy_s": busy_s, "idle_share": idle} for n, (busy_s, idle) in enumerate(of_stages)]
-        for stage in stages:
-            if not stage["busy_s"]:
-                raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
         return {"stages": stages}
 
     @override

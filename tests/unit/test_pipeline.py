@@ -270,8 +270,8 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
     now = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 20.0, 25.0])
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
-    clock.step(lambda: [clock.timed(name, 0, lambda: None) for name in ("forward", "backward")])
-    clock.timed("forward", 0, lambda: None)  # of validation
+    clock.step(lambda: [clock.timed(name, lambda: None) for name in ("forward", "backward")])
+    clock.timed("forward", lambda: None)  # of validation
     assert clock.busy_and_total_s() == (3.0, 10.0)
     assert clock.last_passes() == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
     clock.forget()
@@ -284,7 +284,7 @@ def test_the_clock_of_a_long_training_keeps_its_sums_and_few_passes(monkeypatch:
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
     for _ in range(10):
-        clock.step(clock.timed, "forward", 0, lambda: None)
+        clock.step(clock.timed, "forward", lambda: None)
         assert len(clock.steps) <= 3
     assert clock.busy_and_total_s() == (10, 30)  # a pass takes one tick, and a step one more before and after it
     assert len(clock.last_passes()) == 1
