@@ -21,7 +21,7 @@ from common.data.batches import longest_batch
 from common.models.placement import place_stages
 from common.runtime.rank import end_rank, start_rank
 from common.training.loop import TrainingLoop
-from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.pipeline import Pipeline, trained_stage
 from common.training.pipeline_measure import measure_pipeline
 
 RANKS, MICRO_BATCHES = 2, 8
@@ -58,7 +58,7 @@ def _loop(log: TrialOfEpochs) -> TrainingLoop:
     run, material = log.run, load_material(log.run)
     placement = place_stages(run, longest_batch(material.train, run.per_device_train_batch_size, run))
     stage = trained_stage(run, placement.stage_map, log.rank)
-    pipeline = Pipeline(StageModule(stage, run, log.rank), run, log.rank)
+    pipeline = Pipeline(stage, run, log.rank)
     return TrainingLoop(pipeline, material.tokenizer, material.splits, log)
 
 

@@ -96,7 +96,8 @@ def in_stages(
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not sharing.is_first:
-            hidden = torch.empty((*input_ids.shape, _width(model)), dtype=dtype, device=model.device)
+            shape = (*input_ids.shape, model.config.get_text_config().hidden_size)
+            hidden = torch.empty(shape, dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)
             input_ids, kwargs["inputs_embeds"] = None, hidden
         cache = kwargs.get("past_key_values")
@@ -111,23 +112,16 @@ def in_stages(
     def answer_stage(*args: Any, **kwargs: Any) -> Any:
         output = answer(*args, **kwargs)
         if not sharing.is_last:  # what came through in the head's place is a hidden state
-            output.logits = output.logits.new_empty(_shape_of_logits(model, output.logits))
+            hidden, texts = output.logits, model.config.get_text_config()
+            generates = model.can_generate()
+            shape = (*hidden.shape[:-1], texts.vocab_size) if generates else (len(hidden), model.config.num_labels)
+            output.logits = hidden.new_empty(shape)
         output.logits = output.logits.contiguous()
         dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
         return output
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
     return model
-
-
-def _width(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().hidden_size
-
-
-def _shape_of_logits(model: PreTrainedModel, hidden: torch.Tensor) -> tuple[int, ...]:
-    if model.can_generate():
-        return (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
-    return (len(hidden), model.config.num_labels)
 
 
 def _count_own_layers(body: torch.nn.Module) -> list[int]:

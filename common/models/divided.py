@@ -50,18 +50,10 @@ def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) ->
             divide(mesh, along, name, module)
 
     model = load_pretrained(ending_with(kind, divide_all), run, {"": device})
-    _own_memory(model)
-    return model
-
-
-def _own_memory(model: PreTrainedModel) -> None:
-    """Copy parts out of the mapped files that they are slices of: whoever copies such a one copies its whole weight."""
-    for weight in model.parameters():
-        if (
-            isinstance(weight, DTensor)
-            and weight._local_tensor.untyped_storage().nbytes() > weight._local_tensor.nbytes
-        ):
+    for weight in model.parameters():  # out of the mapped file: whoever copies a slice of it copies its whole weight
+        if isinstance(weight, DTensor) and weight._local_tensor.untyped_storage().nbytes() > weight.to_local().nbytes:
             weight._local_tensor = weight._local_tensor.clone()
+    return model
 
 
 # -- rows of every weight, as FSDP and ZeRO-3 divide them

@@ -19,11 +19,6 @@ def has_fused_experts(module: torch.nn.Module) -> bool:
     return any(weight.ndim == 3 for weight in module.parameters(recurse=False))
 
 
-def is_projection(module: torch.nn.Module) -> bool:
-    """Return whether this is a linear layer, also one of GPT-2's (`Conv1D`), or the experts of a layer."""
-    return isinstance(module, torch.nn.Linear | Conv1D) or has_fused_experts(module)
-
-
 def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
     """Return the names of the model's modules that are trained in full, also beside adapters: the task's heads."""
     here = {name.rpartition(".")[2] for name, _ in model.named_modules()}
@@ -69,8 +64,9 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
     """Return the linear layers of the given names, as `RunConfig.target_modules` says; `all-linear`: every one.
 
-    Of a model that sees these are those of its language part. A name matches as in PEFT: the whole name of a layer, or
-    its last parts. The head is only among them `with_head`.
+    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers. Of a model that sees these are
+    those of its language part. A name matches as in PEFT: the whole name of a layer, or its last parts. The head is
+    only among them `with_head`.
 
     Raises:
         BadInputError: a name matches no linear layer; with the names that there are.
@@ -78,7 +74,8 @@ def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool =
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
         name: module for name, module in model.named_modules()
-        if name.startswith(part) and is_projection(module) and (with_head or module is not head)
+        if (isinstance(module, torch.nn.Linear | Conv1D) or has_fused_experts(module))
+        and name.startswith(part) and (with_head or module is not head)
     }  # fmt: skip
     if target_modules == "all-linear":
         return linears
@@ -224,11 +221,7 @@ def leave_tower_without_gradients(model: PreTrainedModel) -> None:
     for name in vision_modules(model):
         for module in model.get_submodule(name).modules():
             if isinstance(module, PreTrainedModel):
-                module.get_input_embeddings = _no_embeddings
-
-
-def _no_embeddings() -> None:
-    return None
+                module.get_input_embeddings = lambda: None
 
 
 def idle_weights(model: PreTrainedModel) -> int:

@@ -48,7 +48,7 @@ def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
 def chunk_loss(run: RunConfig, model: Model) -> bool:
     """Let the model compute its loss in chunks if it can, and return whether it does; with Liger in validation alone.
 
-    A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
+    A stage of a pipeline does not: its schedule computes the loss (`Pipeline.loss`).
     """
     is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
     if is_chunked:

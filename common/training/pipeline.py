@@ -6,7 +6,7 @@ states and gradients; this module weighs the loss, and times every pass.
 
 import itertools
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,54 +44,6 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
     return stage
 
 
-class StageModule(torch.nn.Module):
-    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out, and from these the loss.
-
-    Attributes:
-        takes_chunks: Whether this is a last stage whose `loss` computes the logits, in chunks, from hidden states.
-        positions: Where the last stage has a loss, shape (positions,); None = the stage returns logits everywhere.
-    """
-
-    def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
-        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
-        super().__init__()
-        self.model = model
-        self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.causal.config.use_cache = False
-        self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
-        autocasts = run.precision.startswith("bf16")
-        self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
-        self.hidden_dtype = hidden_dtype(self.causal, weight_dtype(run), autocasts)
-        self.takes_chunks = self.is_last and loss_is_chunked(run, model)
-        if self.takes_chunks:
-            self.losses_of = losses_or_logits(self.causal)
-        self.positions: torch.Tensor | None = None
-
-    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Compute the stage; `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden)."""
-        inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
-        with self.autocast:
-            if not self.is_last:
-                return self.causal.base_model(**inputs).last_hidden_state
-            if self.positions is None:
-                return self.causal(**inputs).logits
-            if self.takes_chunks:
-                return self.causal.base_model(**inputs).last_hidden_state[:, self.positions]
-            return self.causal(**inputs, logits_to_keep=self.positions).logits
-
-    def loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool = False) -> torch.Tensor:
-        """Return the sum of the losses of what the last stage returned, shape (rows, positions, hidden or classes).
-
-        `target` has shape (rows, positions). With `in_backward` the gradients of chunks are computed in the backward
-        pass alone: for schedules that keep many losses waiting for it.
-        """
-        if self.takes_chunks:
-            with self.autocast:
-                return self.losses_of(output, target, in_backward).sum()
-        flat = output.float().flatten(0, -2)
-        return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-
-
 def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -> torch.dtype:
     """Return the dtype of hidden states of a model that was `loaded` in one, in which its adapters need not be.
 
@@ -103,31 +55,25 @@ def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -
 
 # -- passes
 
-
 Mark = Any
 """A moment: seconds on CPU, an event of the GPU's stream there, which is read when the work is done."""
 
 
 TIMED_STEPS = 100
-"""Whose passes are kept one by one: a long training has millions."""
+"""Whose passes are kept: a long training has millions."""
 
 
 class PassClock:
     """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream.
 
     Attributes:
-        steps: The latest ones; of those before, the sums alone.
+        steps: The latest ones, each with its start, its end and its passes.
     """
 
     def __init__(self, device: str) -> None:
         self.device = device
         self.passes: list[tuple[str, Mark, Mark]] = []
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all steps timed so far."""
-        self.steps: list[tuple[Mark, Mark, list[tuple[str, Mark, Mark]]]] = []
-        self.earlier_s = (0.0, 0.0)
+        self.steps: deque[tuple[Mark, Mark, list[tuple[str, Mark, Mark]]]] = deque(maxlen=TIMED_STEPS)
 
     def mark(self) -> Mark:
         """Return the moment."""
@@ -146,20 +92,15 @@ class PassClock:
 
     def step(self, work: Callable, *args: Any, **kwargs: Any) -> None:
         """Do `work`, a whole step of a schedule; its passes belong to it."""
-        if len(self.steps) == TIMED_STEPS:
-            self.earlier_s, self.steps = self.busy_and_total_s(), []
         self.passes, start = [], self.mark()
         work(*args, **kwargs)
         self.steps.append((start, self.mark(), self.passes))
         self.passes = []  # what follows, say validation, is of no training step
 
     def busy_and_total_s(self) -> tuple[float, float]:
-        """Return the seconds in which this stage computed, and those of the steps, over all steps since `forget`."""
-        busy_s, total_s = self.earlier_s
-        for start, end, passes in self.steps:
-            total_s += self._seconds(start, end)
-            busy_s += sum(self._seconds(start, end) for _, start, end in passes)
-        return busy_s, total_s
+        """Return the seconds in which this stage computed, and those of the steps, over the latest steps."""
+        passes_s = [self._seconds(start, end) for *_, passes in self.steps for _, start, end in passes]
+        return sum(passes_s), sum(self._seconds(start, end) for start, end, _ in self.steps)
 
     def last_passes(self) -> list[tuple[str, int, float, float]]:
         """Return the passes of the last step: kind, micro-batch, start and end, in seconds since its step began.
@@ -180,23 +121,89 @@ class PassClock:
         return start.elapsed_time(end) / 1e3
 
 
+class TimedStage(PipelineStage):
+    """A stage whose passes are timed by the clock of its `Pipeline`."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Time the forward pass of one micro-batch."""
+        return self.submod.clock.timed("forward", super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Time the backward pass of one micro-batch."""
+        return self.submod.clock.timed("backward", super().backward_one_chunk, *args, **kwargs)
+
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Check what is sent alone. PyTorch before 2.12 calls this for the last stage, too, which sends nothing."""
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)
+
+
 # -- schedules
 
 
-class Pipeline:
-    """This rank's stage and its latest schedule, whose buffers have the shape of a batch's hidden states.
+class Pipeline(torch.nn.Module):
+    """This rank's stage as a schedule calls it, and its latest schedule.
 
-    A batch of another shape gets a new one, on all ranks alike, which costs a handshake of 1 to 4 ms (two ranks with
-    gloo): of each shape one would take memory.
+    The schedule's buffers have the shape of a batch's hidden states. A batch of another shape gets a new one, on all
+    ranks alike, which costs a handshake of 1 to 4 ms (two ranks with gloo): of each shape one would take memory.
+
+    Attributes:
+        takes_chunks: Whether this is a last stage whose `loss` computes the logits, in chunks, from hidden states.
+        positions: Where the last stage has a loss, shape (positions,); None = the stage returns logits everywhere.
+        loss_divisor: What the sum of the losses is divided by.
     """
 
-    def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
-        self.module, self.rank = module, rank
+    def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
+        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
+        super().__init__()
+        self.model, self.rank = model, rank
+        self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.causal.config.use_cache = False
+        self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
+        autocasts = run.precision.startswith("bf16")
+        self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
+        self.hidden_dtype = hidden_dtype(self.causal, weight_dtype(run), autocasts)
+        self.takes_chunks = self.is_last and loss_is_chunked(run, model)
+        if self.takes_chunks:
+            self.losses_of = losses_or_logits(self.causal)
+        self.positions: torch.Tensor | None = None
+        self.loss_divisor = 1.0
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
-        self.loss_divisor = 1.0
         self.schedule: PipelineScheduleSingle | None = None
         self.made_for: tuple[object, ...] = ()
+
+    # -- one stage
+
+    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Compute the stage: from token ids or a hidden state to a hidden state or logits.
+
+        `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden).
+        """
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
+        with self.autocast:
+            if not self.is_last:
+                return self.causal.base_model(**inputs).last_hidden_state
+            if self.positions is None:
+                return self.causal(**inputs).logits
+            if self.takes_chunks:
+                return self.causal.base_model(**inputs).last_hidden_state[:, self.positions]
+            return self.causal(**inputs, logits_to_keep=self.positions).logits
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool = False) -> torch.Tensor:
+        """Return the sum of the losses of what the last stage returned, over `loss_divisor`.
+
+        `output` has shape (rows, positions, hidden or classes), `target` (rows, positions). With `in_backward` the
+        gradients of chunks are computed in the backward pass alone: for schedules that keep many losses waiting for it.
+        """
+        if self.takes_chunks:
+            with self.autocast:
+                return self.losses_of(output, target, in_backward).sum() / self.loss_divisor
+        flat = output.float().flatten(0, -2)
+        losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return losses / self.loss_divisor
+
+    # -- all stages
 
     def train_step(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
@@ -212,7 +219,7 @@ class Pipeline:
             The loss on the last stage, 0 on others.
         """
         name, count = schedule or self.schedule_name, micro_batches or self.micro_batches
-        self.module.train()
+        self.train()
         return self._run(batch, loss_divisor, name, count, "training")
 
     def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
@@ -220,32 +227,32 @@ class Pipeline:
 
         Hidden states are made up. Gradients add up.
         """
-        self.module.train()
+        self.train()
         inputs = self._inputs(batch)
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
         for ids, mask, labels in zip(*parts, strict=True):
-            shape = (*ids.shape, self.module.causal.config.hidden_size)
-            made_up = torch.rand(shape, dtype=self.module.hidden_dtype, device=ids.device, requires_grad=True)
-            output = self.module(ids if self.module.is_first else made_up, mask)
-            if self.module.is_last:
-                (self.module.loss(output, labels) / self.loss_divisor).backward()
+            shape = (*ids.shape, self.causal.config.hidden_size)
+            made_up = torch.rand(shape, dtype=self.hidden_dtype, device=ids.device, requires_grad=True)
+            output = self(ids if self.is_first else made_up, mask)
+            if self.is_last:
+                self.loss(output, labels).backward()
             else:
                 output.backward(torch.ones_like(output))
 
     @torch.no_grad()
     def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the sum of the losses of all labelled tokens, on the last stage; 0 on others."""
-        self.module.eval()
+        self.eval()
         return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
 
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
-        self.module.eval()
-        self.module.positions = None
+        self.eval()
+        self.positions = None
         inputs = on_device(batch, self.rank.device)
         made = self._pass(inputs, "gpipe", self.micro_batches, "logits")
-        return made.float() if self.module.is_last else None
+        return made.float() if self.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
         """Return what the last step's hidden states and gradients were received in."""
@@ -268,7 +275,7 @@ class Pipeline:
         inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
         losses: list[torch.Tensor] = []
-        target = {"target": inputs["labels"], "losses": losses} if self.module.is_last else {}
+        target = {"target": inputs["labels"], "losses": losses} if self.is_last else {}
         with padding_known(batch):
             self._pass(inputs, name, count, purpose, return_outputs=False, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
@@ -278,13 +285,13 @@ class Pipeline:
     ) -> torch.Tensor | None:
         schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
         pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
-        ids = (inputs["input_ids"],) if self.module.is_first else ()
+        ids = (inputs["input_ids"],) if self.is_first else ()
         return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
         inputs = on_device(batch, self.rank.device)
-        self.module.positions = inputs.get("logits_to_keep")
+        self.positions = inputs.get("logits_to_keep")
         return inputs
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
@@ -296,29 +303,21 @@ class Pipeline:
         return self.schedule
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return PyTorch's schedule of `count` micro-batches over this rank's stage, whose passes are timed."""
+        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         hidden = torch.empty(
-            (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
+            (rows, length, self.causal.config.hidden_size), dtype=self.hidden_dtype, device="meta"
         ).requires_grad_(purpose == "training")
         ids = torch.empty((rows, length), dtype=torch.long, device="meta")
-        stage = PipelineStage(
-            self.module,
+        stage = TimedStage(
+            self,
             self.rank.rank,
             self.rank.world_size,
             torch.device(self.rank.device),
-            input_args=ids if self.module.is_first else hidden,
-            output_args=hidden,
+            input_args=ids if self.is_first else hidden,
+            output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
         )
-        stage.forward_one_chunk = partial(self.clock.timed, "forward", stage.forward_one_chunk)
-        stage.backward_one_chunk = partial(self.clock.timed, "backward", stage.backward_one_chunk)
-        if stage.is_last:  # what it returns goes nowhere; PyTorch before 2.12 looks at its shape all the same
-            stage._validate_fwd_outputs = lambda _: None
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
-        loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
+        loss = partial(self.clock.timed, "loss", self.loss, in_backward=name == "gpipe" and count > 1)
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
         return schedule(stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
-
-    def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
-        """Return the loss of one micro-batch; see `StageModule.loss`."""
-        return self.clock.timed("loss", self.module.loss, output, target, in_backward) / self.loss_divisor

@@ -57,7 +57,7 @@ def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dic
     keep_freed_memory()
     for number in range(rounds + 1):
         for name, work in schedules.items():
-            pipeline.clock.forget()
+            pipeline.clock.steps.clear()
             times[name].append(slowest_s(loop, batches, work))
             idle_shares[name].append([idle for _, idle in pipeline.busy_s_and_idle_shares()])
         for stage, parts in product(range(stages), (1, count)):
@@ -152,7 +152,7 @@ def passes_of(loop: TrainingLoop, batch: Batch, work: Work) -> list[list[tuple[s
 
 def activations_mib(loop: TrainingLoop, batch: Batch, work: Work) -> list[float]:
     """Return the most that activations and logits took at once in a step, in MiB (2^20 bytes), by stage."""
-    tracker = MemoryTracker(vocab_size=loop.part.pipeline.module.causal.config.vocab_size, rounded_to=1)
+    tracker = MemoryTracker(vocab_size=loop.part.pipeline.causal.config.vocab_size, rounded_to=1)
     for weight in loop.model.parameters():
         tracker.add(weight, "weights")
     hooks = watch_gradients(loop.model, tracker)

@@ -27,7 +27,7 @@ class Stage(Part):
     def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
         """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
-        super().__init__(module.module.model, run, rank)
+        super().__init__(module.model, run, rank)
         self.measures_usage = False
         self.optimizer_name = f"optimizer {rank.rank}"
 
@@ -76,8 +76,8 @@ class Stage(Part):
 
     def _tied_weight(self) -> torch.nn.Parameter | None:
         """Return this stage's copy of trained embeddings that are also the head; None elsewhere."""
-        causal = self.pipeline.module.causal
-        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
+        causal = self.pipeline.causal
+        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.is_last):
             return None
         # an encoder's last stage has the head, but no embeddings that would be the same weight
         ends = causal.get_input_embeddings() if self.rank.is_main else causal.get_output_embeddings()
@@ -98,7 +98,7 @@ class Stage(Part):
         logits = self.pipeline.logits(batch)
         labels = batch["labels"].to(self.rank.device)
         if logits is None:
-            logits = torch.zeros(len(labels), self.pipeline.module.causal.config.num_labels, device=self.rank.device)
+            logits = torch.zeros(len(labels), self.pipeline.causal.config.num_labels, device=self.rank.device)
         return self.objective.results(logits, labels).sum(0)
 
     @override
@@ -141,8 +141,8 @@ class Stage(Part):
     @override
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of all stages together are trained, and how many multiply."""
-        causal, copy = self.pipeline.module.causal, None
-        if self.pipeline.module.is_last and causal.ends_are_tied:
+        causal, copy = self.pipeline.causal, None
+        if self.pipeline.is_last and causal.ends_are_tied:
             copy = causal.get_output_embeddings().weight
         looked_up = causal.get_input_embeddings().weight if self.rank.is_main and not causal.ends_are_tied else None
         own = [weight for weight in self.model.parameters() if weight is not copy]
