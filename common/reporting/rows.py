@@ -42,7 +42,7 @@ FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
-    *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload", "dp_replicate_size"),
+    *("stages", "device_map", "schedule", "micro_batches", "offload", "dp_replicate_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
