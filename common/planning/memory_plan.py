@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pkgutil import resolve_name
 
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Stack
 from common.planning.job import (
     LEVEL_TABLE_BYTES,
@@ -99,6 +99,10 @@ class DeviceMemory:
         """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
         return self.peak_gib + self.spread / GIB
 
+    def verdict_on(self, gpu: Gpu) -> str:
+        """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
+        return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"
+
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
     """Return the memory of one device at its highest moment, without the GPU's own overhead.
@@ -129,7 +133,21 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
 
 
 class DeviceSums:
-    """The terms of one device, gathered by moment."""
+    """The terms of one device, gathered by moment.
+
+    Attributes:
+        stacks: Those that have layers on this device, with how many.
+        tower_saved: What a vision tower keeps until its backward pass, the last one.
+        adds_to_gradients: A backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets.
+        keeps_inputs: The inputs of layers are kept, with their gradients, until the backward pass has ended. FSDP's
+            first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
+            (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
+        input_is_in_buffer: With pp the first layer's input, which checkpointing keeps, is where it was received.
+        chunks_loss: The logits come in chunks (common/models/chunked_loss.py): so many `chunks`, of about equal size.
+        positions_at_once: `C`: positions of a chunk.
+        splits_loss: The loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment.
+        returned_bytes: Of a logit that the model returns.
+    """
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         self.architecture, self.job, self.share = architecture, job, share
@@ -146,8 +164,18 @@ class DeviceSums:
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
         ]
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
-        self.tower_saved = self.tower.saved() if self.tower else []  # until its backward pass, the last one
+        self.tower_saved = self.tower.saved() if self.tower else []
         self.weight_ranks = job.shard_ranks if job.parallelism.shards_weights else 1
+        repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
+        self.adds_to_gradients = repeats or job.has_buckets
+        self.keeps_inputs = job.loop.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
+        self.input_is_in_buffer = job.gradient_checkpointing and job.parallelism.pipelines and not share.has_embeddings
+        writes = architecture.stacks[-1].kind != "encoder" and not architecture.classes
+        self.chunks_loss = writes and not job.loop.logit_bytes
+        self.chunks = max(1, math.ceil(self.positions * architecture.vocab / LOGITS_AT_ONCE))
+        self.positions_at_once = math.ceil(self.positions / self.chunks)
+        self.splits_loss = not self.chunks_loss and not job.loop.logit_bytes
+        self.returned_bytes = 4 if job.method.quantizes else job.arithmetic_bytes
 
     def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x", times: int = 1) -> Term:
         """Return so many hidden states of all tokens, by default of those that the first stack reads."""
@@ -467,16 +495,10 @@ class DeviceSums:
 
     def gradients_before_backward(self) -> list[Term]:
         """Return those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
-        return self.gradients() if self._adds_to_gradients else []
-
-    @property
-    def _adds_to_gradients(self) -> bool:
-        """Whether a backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets."""
-        repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
-        return repeated or self.job.has_buckets
+        return self.gradients() if self.adds_to_gradients else []
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
-        has_all = self._adds_to_gradients or self.share.keeps_first_gradients
+        has_all = self.adds_to_gradients or self.share.keeps_first_gradients
         return self.gradients() if has_all else self._gradients(count, what)
 
     def _head_gradients(self) -> int:
@@ -497,19 +519,10 @@ class DeviceSums:
         return where(
             (True, self._layers_kept(self.share.in_flight - one_left, self.stacks)),
             (
-                one_left and not self._input_is_in_buffer,
+                one_left and not self.input_is_in_buffer,
                 times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x "),
             ),
         )
-
-    @property
-    def keeps_inputs(self) -> bool:
-        """Whether the inputs of layers are kept, with their gradients, until the backward pass has ended.
-
-        FSDP's first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
-        (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
-        """
-        return self.job.loop.first_fsdp and self.job.method.has_adapters and self.job.gradient_checkpointing
 
     def inputs_and_gradients(self) -> list[Term]:
         """Return all layers' inputs, and gradients of these."""
@@ -518,15 +531,10 @@ class DeviceSums:
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
-            times = (layers - (number == 0 and self._input_is_in_buffer)) * micro_batches
+            times = (layers - (number == 0 and self.input_is_in_buffer)) * micro_batches
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += times_each(self._layer_kept(stack), times, name)
         return terms
-
-    @property
-    def _input_is_in_buffer(self) -> bool:
-        """With pp the first layer's input, which checkpointing keeps, is where it was received."""
-        return self.job.gradient_checkpointing and self.job.parallelism.pipelines and not self.share.has_embeddings
 
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if self.job.gradient_checkpointing:
@@ -606,27 +614,6 @@ class DeviceSums:
         chooses = last.kind == "decoder" or self.architecture.classes
         return self.batch.sequences * self.batch.labelled if chooses else self.batch.tokens_in(last)
 
-    @property
-    def chunks_loss(self) -> bool:
-        """Whether the logits come in chunks (common/models/chunked_loss.py)."""
-        writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
-        return writes and not self.job.loop.logit_bytes
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks, of about equal size."""
-        return max(1, math.ceil(self.positions * self.architecture.vocab / LOGITS_AT_ONCE))
-
-    @property
-    def positions_at_once(self) -> int:
-        """`C`: positions of a chunk."""
-        return math.ceil(self.positions / self.chunks)
-
-    @property
-    def splits_loss(self) -> bool:
-        """Whether the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment."""
-        return not self.chunks_loss and not self.job.loop.logit_bytes
-
     def _logits(self, what: str, each: int, formula: str = "") -> Term:
         """Return so many bytes for each logit, of all positions at once."""
         size = each * self.positions * self.architecture.vocab
@@ -700,12 +687,7 @@ class DeviceSums:
         if self.chunks_loss:
             size = self.positions * self.architecture.hidden * self.hidden_bytes
             return [activations("input of the head that the schedule still holds", "P H x", size)]
-        return [self._logits("logits that the schedule still holds", self._returned_bytes)]
-
-    @property
-    def _returned_bytes(self) -> int:
-        """Bytes of a logit that the model returns."""
-        return 4 if self.job.method.quantizes else self.job.arithmetic_bytes
+        return [self._logits("logits that the schedule still holds", self.returned_bytes)]
 
     def loss_forward(self) -> list[Term]:
         """Return logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest.
@@ -715,7 +697,7 @@ class DeviceSums:
         each = 8 if self.job.arithmetic_bytes == 4 else self.job.arithmetic_bytes + 8
         logits = self._logits("logits and log-probabilities", each)
         if self.job.parallelism.pipelines:
-            logits = self._logits("logits", self._returned_bytes)
+            logits = self._logits("logits", self.returned_bytes)
         return [*where((self.share.has_head, [logits, *self._head_copy()])), *self._cached_copies()]
 
     def _cached_copies(self) -> list[Term]:
@@ -811,7 +793,7 @@ class DeviceSums:
                 activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size),
             ),
             (
-                is_trained and self._adds_to_gradients and not is_tied,
+                is_trained and self.adds_to_gradients and not is_tied,
                 activations("gradient of the embeddings, before it is added", "V H w", size),
             ),
         )

@@ -387,8 +387,8 @@ class _PhaseSums:
         """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
 
         So many hidden `states` (the embeddings, the layer's input, its sum with the attention's result, and the norm of
-        that), and what the MLP or the attention makes of the last; of blocks that are `adapted` also an adapter's result.
-        `part` is what a rank has of the layers; None: all.
+        that), and what the MLP or the attention makes of the last; of a block that is `adapted` also its adapter's
+        result. `part` is what a rank has of the layers; None: all.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
         the layer keeps the last, and the mask, until it ends.
         """
