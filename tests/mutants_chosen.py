@@ -993,8 +993,8 @@ MODELS_AND_ROWS = (
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
         "common/data/messages.py",
-        "            for start in range(0, len(ids), run.max_length):\n",
-        "            for start in (0,):\n",
+        "                for start in range(0, len(ids), run.max_length):\n",
+        "                for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(
