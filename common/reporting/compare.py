@@ -3,12 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -92,8 +91,7 @@ WHAT_COMPARES = (
 """Where runs differ in one of these, quality or time cannot be put down to the settings."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a table: a value for each run (None: it has none), and the cells as they are printed."""
 
     name: str
@@ -106,37 +104,31 @@ class Line:
         return len({str(value) for value in self.values if value is not None}) > 1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Some runs with a label for each, in the order in which they were named."""
+def parts_of(runs: Sequence[Record]) -> dict[str, list[Line]]:
+    """Return the lines of each part: the settings in which runs differ, quality, time and memory."""
+    metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, runs)))
+    packages = {name for run in runs for name in run["environment"]["packages"]}
+    settings = [
+        Column("run folder", "run_folder"),
+        Column("started by", "launcher"),
+        *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
+        Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
+        *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
+    ]
+    with_settings = [{**run, "meant": settings_of(run)} for run in runs]
+    return {
+        "settings": [line for line in lines_of(settings, with_settings) if line.differs],
+        "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], runs),
+        "time": [line for line in lines_of(TIME, runs) if set(line.values) != {"completed"}],
+        "memory": lines_of(MEMORY, runs),
+    }
 
-    runs: list[Record]
-    labels: list[str]
 
-    def parts(self) -> dict[str, list[Line]]:
-        """Return the lines of each part: the settings that differ, quality, time and memory."""
-        metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
-        packages = {name for run in self.runs for name in run["environment"]["packages"]}
-        settings = [
-            Column("run folder", "run_folder"),
-            Column("started by", "launcher"),
-            *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
-            Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
-            *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
-        ]
-        with_settings = [{**run, "meant": settings_of(run)} for run in self.runs]
-        return {
-            "settings": [line for line in lines_of(settings, with_settings) if line.differs],
-            "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], self.runs),
-            "time": [line for line in lines_of(TIME, self.runs) if set(line.values) != {"completed"}],
-            "memory": lines_of(MEMORY, self.runs),
-        }
-
-    def warning(self) -> str:
-        """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
-        lines = lines_of(WHAT_COMPARES, self.runs)
-        other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
-        return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+def warning_of(runs: Sequence[Record]) -> str:
+    """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
+    lines = lines_of(WHAT_COMPARES, runs)
+    other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
+    return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
 
 
 def lines_of(columns: Iterable[Column], runs: Sequence[Row]) -> list[Line]:
@@ -193,8 +185,11 @@ def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[P
     found: dict[Path, Record] = {}
     known = cache(partial(_known_records, results_root))  # read once, and only where a name is none of a place
     for name in names:
-        files = _files_at(Path(name).expanduser())
-        found |= dict(records_in(files)) if files else _called(known(), name)
+        if files := _files_at(Path(name).expanduser()):
+            found |= dict(records_in(files))
+        else:
+            chosen = called(list(known().values()), [name])
+            found |= {file: run for file, run in known().items() if run in chosen}
     if len(found) < 2:
         raise BadInputError(
             f"{len(found)} run is named ({', '.join(names)}), but two or more are compared: name another, or a pattern "
@@ -223,11 +218,6 @@ def _known_records(results_root: Path | None) -> dict[Path, Record]:
     }
 
 
-def _called(known: dict[Path, Record], name: str) -> dict[Path, Record]:
-    chosen = {id(run) for run in called(list(known.values()), [name])}
-    return {file: run for file, run in known.items() if id(run) in chosen}
-
-
 def labels_of(runs: Sequence[Record]) -> list[str]:
     """Return a short name for each run: its own, with its technique's number and its start where others share it."""
     labels = [run["run_name"] for run in runs]
@@ -242,26 +232,25 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
 # -- what is said
 
 
-def text_of(comparison: Comparison, picture: Path) -> str:
+def text_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
+    labels = ["", *labels_of(runs)]
     parts = [
-        f"{TITLES[part]}\n{fitted(['', *comparison.labels], [line.cells for line in lines])}"
-        if lines
-        else f"{TITLES[part]}: none"
-        for part, lines in comparison.parts().items()
+        f"{TITLES[part]}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{TITLES[part]}: none"
+        for part, lines in parts_of(runs).items()
     ]
-    return "\n\n".join(filter(None, [fill(comparison.warning(), screen_width()), *parts, f"losses by step: {picture}"]))
+    return "\n\n".join(filter(None, [fill(warning_of(runs), screen_width()), *parts, f"losses by step: {picture}"]))
 
 
-def json_of(comparison: Comparison, picture: Path) -> str:
+def json_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the same as JSON: by name a value for each run, null where it has none."""
     curves = ("training_losses", "validation_losses", "validation_accuracies")
     return json.dumps(
         {
-            "warning": comparison.warning(),
-            "runs": comparison.labels,
-            **{part: {line.name: line.values for line in found} for part, found in comparison.parts().items()},
-            "curves": {name: [run.get(name) for run in comparison.runs] for name in curves},
+            "warning": warning_of(runs),
+            "runs": labels_of(runs),
+            **{part: {line.name: line.values for line in found} for part, found in parts_of(runs).items()},
+            "curves": {name: [run.get(name) for run in runs] for name in curves},
             "picture": str(picture),
         },
         indent=2,
@@ -295,15 +284,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with the curves' points")
     options = parser.parse_args()
     found = found_runs(options.runs, options.results_root)
-    comparison = Comparison(list(found.values()), labels_of(list(found.values())))
+    runs = list(found.values())
     if options.picture and os.path.lexists(options.picture):
         raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
-    write_picture(comparison, picture)
-    print(printable((json_of if options.json else text_of)(comparison, picture)))
+    write_picture(runs, picture)
+    print(printable((json_of if options.json else text_of)(runs, picture)))
 
 
-def write_picture(comparison: Comparison, picture: Path) -> None:
+def write_picture(runs: Sequence[Record], picture: Path) -> None:
     """Draw the runs' losses and their metric by step into a file.
 
     Raises:
@@ -313,6 +302,6 @@ def write_picture(comparison: Comparison, picture: Path) -> None:
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        plot_curves(comparison.runs, comparison.labels).savefig(picture)
+        plot_curves(runs, labels_of(runs)).savefig(picture)
     except (OSError, ValueError) as error:
         raise BadInputError(f"--picture is {picture}, which cannot be written ({error}): pass another file.") from None

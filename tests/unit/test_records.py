@@ -27,7 +27,7 @@ from common.records.store import (
     records_in,
 )
 from common.reporting import compare, page, page_runs
-from common.reporting.compare import Comparison, found_runs, json_of, labels_of, text_of
+from common.reporting.compare import found_runs, json_of, text_of
 from common.reporting.rows import is_comparable, result_files, results_in, task_of
 from common.reporting.tables import on_screen, rendered, side_by_side
 from common.serving.tuned_runs import find_run
@@ -185,9 +185,8 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
         page_runs.divided(record)
     if task_of(record) == "chat" and is_registered(record):
         on_screen(side_by_side(runs))
-    comparison = Comparison(runs, labels_of(runs))
     for said in (text_of, json_of):
-        compare.printable(said(comparison, Path("p")))
+        compare.printable(said(runs, Path("p")))
     for table in tables:
         rendered(table, runs)
 
