@@ -17,8 +17,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
-from common.reporting import columns as col
-from common.reporting.columns import NO_BASELINE, OFF, Column
+from common.reporting.columns import NO_BASELINE, OFF, Column, column
 from common.reporting.rows import (
     Metric,
     Row,
@@ -56,16 +55,16 @@ def _questions(run: Record) -> int | None:
 
 QUALITY = (
     Column("best validation accuracy (higher is better)", "best_accuracy", "{:.4f}"),
-    col.LOSS.titled("lowest validation loss (lower is better)"),
+    "loss as lowest validation loss (lower is better)",
 )
 TIME = (
     Column("status", "status"),
-    col.STEPS.titled("optimizer steps"),
+    "steps as optimizer steps",
     Column("rows per step", "effective_batch_size"),
-    col.WHOLE_TIME.titled("training time"),
-    col.REPORTING.titled("of that, validation and checkpoints"),
+    "whole_time as training time",
+    "reporting as of that, validation and checkpoints",
     Column("step (s)", step_s, "{:.3f}"),
-    col.TOKENS_PER_S.titled("tokens per second"),
+    "tokens_per_s as tokens per second",
     Column("whole run", lambda run: sum(run["phases_s"].values()), clock),
     Column("bill (USD)", "cost.usd", "{:.2f}"),
 )
@@ -83,10 +82,10 @@ WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
     Column("number of test questions", _questions),
-    col.MODEL.titled("model"),
+    "model as model",
     Column("machine", first_device),
     Column("threads of a device", "environment.threads_per_rank"),
-    col.SEED.titled("seed"),
+    "seed as seed",
 )
 """Where runs differ in one of these, quality or time cannot be put down to the settings."""
 
@@ -131,14 +130,14 @@ def warning_of(runs: Sequence[Record]) -> str:
     return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
 
 
-def lines_of(columns: Iterable[Column], runs: Sequence[Row]) -> list[Line]:
+def lines_of(columns: Iterable[str | Column], runs: Sequence[Row]) -> list[Line]:
     """Return a line with the runs' values for each column; those that no run has are left out."""
     lines = []
-    for column in columns:
-        values = [column.value_in(run) for run in runs]
+    for each in map(column, columns):
+        values = [each.value_in(run) for run in runs]
         if any(value not in (None, [None, None]) for value in values):
-            cells = ["-" if value is None else column.written(value) for value in values]
-            lines.append(Line(column.title, values, [column.title, *cells]))
+            cells = ["-" if value is None else each.written(value) for value in values]
+            lines.append(Line(each.title, values, [each.title, *cells]))
     return lines
 
 

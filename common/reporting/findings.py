@@ -5,6 +5,7 @@ disk, time and rent of each run folder as the planner has them.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,7 @@ from common.base.specs import TASKS
 from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table, mean_time_s
+from common.reporting.columns import Column, Table, column, mean_time_s
 from common.reporting.full import PROJECTED_LENGTH, recipes
 from common.reporting.rows import (
     FULL,
@@ -90,11 +90,11 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 WHAT = (
     Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
-    col.SHORT_FIGURES,
-    col.SHORT_DEVICES,
-    col.BATCH,
-    Column("Score", col.SCORE.value, col.SCORE.format, over_seeds=True),
-    col.MEAN_TIME.titled("Time"),
+    "short_figures",
+    "short_devices",
+    "batch",
+    replace(column("score as Score"), over_seeds=True),
+    "mean_time as Time",
 )
 
 
