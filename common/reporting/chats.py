@@ -36,12 +36,6 @@ from common.reporting.rows import (
     waiting,
 )
 
-TWO_CARDS_QUESTION = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024"
-SETTINGS = ("quantization", "optim", "precision")
-"""Settings that are named where they differ from the defaults; the first means something for QLoRA alone."""
-WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
-"""Of runs side by side what is left out where all have the same."""
-
 # -- columns
 
 
@@ -82,8 +76,11 @@ def _epochs(row: Row) -> str:
 
 
 def _unusual(row: Row) -> str:
-    """Return those of `SETTINGS` that differ from the defaults; older records may lack one."""
-    names = SETTINGS if TECHNIQUES[row["technique"]].quantizes else SETTINGS[1:]
+    """Return how a run's weights are stored and optimized where that differs from the defaults.
+
+    Older records may lack a setting.
+    """
+    names = ("quantization",) * TECHNIQUES[row["technique"]].quantizes + ("optim", "precision")
     found = {name: row["config"].get(name) for name in names}
     return ", ".join(value for name, value in found.items() if value not in (None, getattr(RunConfig, name)))
 
@@ -130,7 +127,8 @@ def planner_says(question: str) -> str:
 
 def _plans_on_two_cards(_: list[Record]) -> list[Row]:
     """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
-    ranked = json.loads(planner_says(f"{TWO_CARDS_QUESTION} --json"))["ranked"]
+    question = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024 --json"
+    ranked = json.loads(planner_says(question))["ranked"]
     fit = len(list(takewhile(_is_likely_to_fit, ranked)))
     return ranked[: fit + 1]
 
@@ -268,7 +266,6 @@ TABLES = {
 
 FACTS_OF_ORIGINAL_BASE = replace(column("facts"), value="quality.after_original_base.facts_said_share")
 """Of an adapter that was merged into the base before it was quantized."""
-SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
 
 
 def _has_adapters(row: Row) -> bool:
@@ -324,7 +321,6 @@ SIDE_BY_SIDE = (
     replace(column("idle"), title="idle share per stage", none=None, missing=None),
 )
 """What stands of a completed run beside others; None: it means nothing for this one."""
-FAILED = Column("status", lambda row: f"{row['status']}: {row.get('error', '')[:60]}")
 
 
 def side_by_side(records: list[Record]) -> pd.DataFrame:
@@ -332,15 +328,16 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
     table = pd.DataFrame({
         f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
     })  # fmt: skip
-    same = [name for name in WHERE_THEY_DIFFER if name in table.index and table.loc[name].dropna().nunique() < 2]
+    settings = table.index.intersection(["learning rate", "rank of the adapters"])  # shown where they differ
+    same = [name for name in settings if table.loc[name].dropna().nunique() < 2]
     return table.drop(index=same).dropna(how="all").fillna("")
 
 
 def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
     if record["status"] != "completed":
-        return {FAILED.title: FAILED.cell(record)}
+        return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
     said = {each.title: each.cell(record) for each in map(column, SIDE_BY_SIDE)}
-    for same, words in SAME_WORK.items():
+    for same, words in ((STRONG, "at the same effective batch"), (WEAK, "at the same rows per device")):
         row = beside_one_device([record], records, same)[-1]
         if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
             said[f"speed-up {words}"] = column("speedup").cell(row)

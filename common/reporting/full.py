@@ -39,7 +39,6 @@ from common.reporting.rows import (
     not_run,
     published,
     step_s,
-    waiting,
 )
 
 PROJECTED_LENGTH = 1024
@@ -53,9 +52,6 @@ SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
 
 
 FULL_QUALITY = [name for name in QUALITY if name not in ("learning_rate", "shuffled_minilm", "shuffled")]
-SHARDED_QUALITY = [name for name in QUALITY if name not in ("score_tuned", "shuffled_minilm", "shuffled")]
-AGAINST_ONE_DEVICE = "speedup as Against one device"
-A_STEP = Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row)))
 SIZE = (
     Column("Model", lambda row: f"{model_of(row)}, {row['trained_parameters'] / 1e6:.1f}M trained"),
     Column("Rows per step", "config.per_device_train_batch_size"),
@@ -65,11 +61,6 @@ SIZE = (
 def _of_whole(row: Row, key: str) -> str:
     """Return what the fullest rank holds of a part, beside what one device would."""
     return f"{row['fullest'][key] / MIB:.2f} of {row['held']['whole'][key] / MIB:.2f}"
-
-
-def _by_collective(sizes: dict[str, int]) -> str:
-    in_mib = {name.strip("_"): size / MIB for name, size in sizes.items()}
-    return ", ".join(f"{name} {mib:.2f}" for name, mib in in_mib.items() if mib >= 0.005)
 
 
 # -- rows
@@ -166,18 +157,6 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
     """Return the runs of 2.6 that show what the recipe learns, and with DDP what sharding is compared with."""
     runs = recipes(records, FULL_DDP, *_sharding_kinds("full", "lora"))
     return [record for record in runs if record["run_folder"].startswith(SHARDING_FOLDER)]
-
-
-def _sharded_beside_one_device(records: list[Record]) -> list[Row]:
-    baselines = [
-        record for record in recipes(records, FULL) if record["config"]["per_device_train_batch_size"] in (16, 32)
-    ]
-    return [*baselines, *_sharded_runs(records), *waiting(records, *_sharding_kinds("full"))]
-
-
-def _sharded_speed(records: list[Record]) -> list[Row]:
-    runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    return beside_one_device(runs, records, STRONG)
 
 
 def _looked_into(records: list[Record], key: str) -> list[Record]:
@@ -301,14 +280,26 @@ TABLES = {
             Column("Batch size", "config.per_device_train_batch_size"),
             Column("Rows", "rows"),
             Column("Steps", "steps", "{:,}"),
-            A_STEP,
+            Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row))),
             Column("Training without validation", lambda row: row["train_time_s"] - row["reporting_s"], clock),
             "figures",
         ),
     ),
     # 2.6
-    "sharding-quality": Table(_sharded_beside_one_device, SHARDED_QUALITY),
-    "sharding-speed": Table(_sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, "ceiling", "loss", *WHERE, *MEMORY)),
+    "sharding-quality": Table(
+        lambda records: [
+            *(run for run in recipes(records, FULL) if run["config"]["per_device_train_batch_size"] in (16, 32)),
+            *_sharded_runs(records),
+        ],
+        [name for name in QUALITY if name not in ("score_tuned", "shuffled_minilm", "shuffled")],
+        waiting=_sharding_kinds("full"),
+    ),
+    "sharding-speed": Table(
+        lambda records: beside_one_device(
+            [run for run in _sharded_runs(records) if run["config"]["learning_rate_scaling"] == "none"], records, STRONG
+        ),
+        (*WHAT, *TIMES, "speedup as Against one device", "ceiling", "loss", *WHERE, *MEMORY),
+    ),
     "sharding-held": Table(
         _held,
         (
@@ -336,7 +327,13 @@ TABLES = {
             Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
             Column("By the formula", lambda row: row["planned"]["sent_bytes"] / MIB, "{:.3f}"),
             Column("Difference", lambda row: row["sent"]["bytes"] / row["planned"]["sent_bytes"] - 1, "{:+.1%}"),
-            Column("Whole tensors, by collective (MiB)", "sent.by_collective", _by_collective),
+            Column(
+                "Whole tensors, by collective (MiB)",
+                "sent.by_collective",
+                lambda sizes: ", ".join(
+                    f"{name.strip('_')} {size / MIB:.2f}" for name, size in sizes.items() if size / MIB >= 0.005
+                ),
+            ),
             "figures",
         ),
     ),
@@ -365,7 +362,7 @@ TABLES = {
     ),
     "pp-speed": Table(
         lambda records: beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG),
-        (*WHAT, *TIMES, "micro_batches", AGAINST_ONE_DEVICE, "idle", *WHERE, *MEMORY),
+        (*WHAT, *TIMES, "micro_batches", "speedup as Against one device", "idle", *WHERE, *MEMORY),
         waiting=(FULL_PP,),
     ),
     "pp-schedules": Table(
