@@ -84,15 +84,10 @@ def result_files(*folders: Path) -> list[Path]:
     ]
 
 
-def results_in(*folders: Path) -> list[Record]:
+def results_of_this_machine(*folders: Path) -> list[Record]:
     """Return the records of the last runs in these `results` folders; none given: of all run folders."""
-    return [record for _, record in records_in(result_files(*folders))]
-
-
-def results_of_this_machine() -> list[Record]:
-    """Return the records of the last runs in every run folder, whether kept or not."""
     return sorted(
-        results_in(),
+        (record for _, record in records_in(result_files(*folders))),
         key=lambda run: (run["run_folder"], run["config"].get("per_device_train_batch_size", 0), run["run_name"]),
     )
 
