@@ -28,8 +28,7 @@ from common.data.answer_ends import save_stops, saved_stops
 from common.data.rows import shown
 from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
-from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
-from common.serving.ollama_file import MODELFILE, export_ollama
+from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
 from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
 FOLDERS = {
@@ -215,5 +214,7 @@ def _to_ollama(tuned: TunedRun, folder: Path, weight_type: str) -> None:
     check_new(folder)
     print(f"model and {MODELFILE}: {export_ollama(tuned.whole_model, folder, weight_type)}")
     name = tuned.folder.name
-    print(f"create it: {shlex.join(['ollama', 'create', name, '-f', str(folder / MODELFILE)])}")
+    print(
+        f"create it, with Ollama {OLLAMA} or newer: {shlex.join(['ollama', 'create', name, '-f', str(folder / MODELFILE)])}"
+    )
     print(f"run it: {shlex.join(['ollama', 'run', name])}")
