@@ -189,7 +189,9 @@ LOSS = (
         "the loss is averaged per rank, not over the tokens of all",
         "common/training/loop.py",
         "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)",
-        "label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows[:1]) * len(rows)",
+        "own_rows = [row for batch in batches for row in batch]\n"
+        "            label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in own_rows)\n"
+        "            label_count *= self.batches.world_size",
         _equals_one_device("DDP, lora"),
     ),
     Fault(
@@ -305,7 +307,7 @@ SEVERAL_RANKS = (
         "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
         "(loss * log.rank.world_size).backward()  # DDP divides",
         "loss.backward()  # DDP divides",
-        _equals_one_device("DDP, full"),
+        _equals_one_device("DDP, lora"),
     ),
     Fault(
         "FSDP: one shard of the trained model is not gathered",
@@ -316,9 +318,9 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "DDP by hand: gradients stay on their own rank",
-        "2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py",
-        "with nullcontext() if is_last else replica.no_sync():",
-        "with replica.no_sync():",
+        "common/training/ddp.py",
+        "isinstance(replica, DistributedDataParallel) and not is_last else",
+        "isinstance(replica, DistributedDataParallel) else",
         _equals_one_device("DDP, full"),
     ),
     Fault(
@@ -896,8 +898,8 @@ GPUS = (
     Fault(
         "fp16's skipped steps end a run after all its work",
         "common/training/loop.py",
-        "            self.skipped_steps += self.scaler.get_scale() < scale\n",
-        "            self.skipped_steps += 0\n",
+        "        self.skipped_steps += self.scaler.get_scale() < scale\n",
+        "        self.skipped_steps += 0\n",
         _unit("training", "a_step_that_overflowed_is_none_of_the_schedules"),
     ),
     Fault(

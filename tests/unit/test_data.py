@@ -74,8 +74,8 @@ def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
         ("memory://nowhere", "memory://nowhere/train.jsonl does not exist"),
         ("nosuch://museum", "cannot be read"),
         ("nobody/no-such-data", "nor a dataset on the Hub"),
-        ("./no-such-folder", "There are no data ./no-such-folder here or in the repository: pass --data with a folder"),
-        ("no/such/folder", "There are no data no/such/folder"),
+        ("./no-such-folder", "The data ./no-such-folder do not exist here or in the repository: pass --data with a folder"),
+        ("no/such/folder", "The data no/such/folder do not exist"),
     ],
 )
 def test_data_that_are_nowhere_are_refused(run_config: RunConfig, data: str, said: str) -> None:
