@@ -506,7 +506,8 @@ CHECKPOINTS = (
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
         "            self.partial.mkdir(parents=True)\n",
-        "            remove(found_in(folder.parent))\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
+        "            [remove(each) for each in found_in(folder.parent)]\n"
+        "            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
