@@ -951,8 +951,8 @@ MODELS_AND_ROWS = (
     Fault(
         "the picture that is put in another's place may have the same right answer",
         "common/tasks/visual_questions.py",
-        '    return answer != other and not facts_in(other, {"facts": facts})\n',
-        "    return True\n",
+        ' if said != answer and not facts_in(said, {"facts": facts}))\n',
+        " if said)\n",
         _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),
     ),
     Fault(
