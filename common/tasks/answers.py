@@ -28,7 +28,7 @@ from common.data.pictures import pixels_of
 from common.data.rows import IGNORED_LABEL, Row, is_plain
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
-from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
+from common.models.minilm import MAX_TOKENS, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
@@ -132,25 +132,14 @@ class Judge:
         return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def check_independent_judge(run: RunConfig) -> None:
-    """Refuse a judge that is not installed.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if run.independent_judge == "minilm":
-        check_minilm("independent_judge is minilm", "--independent_judge none")
-
-
 def independent_judges(run: RunConfig, device: str) -> list[Judge]:
     """Return the judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
 
     Raises:
-        BadInputError: it is not installed, or its weights are not those that were published.
+        BadInputError: its weights are not those that were published.
     """
     if run.independent_judge == "none":
         return []
-    check_independent_judge(run)
     folder = minilm_folder()
     model = AutoModel.from_pretrained(folder, device_map={"": device}, trust_remote_code=False)
     return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False))]
