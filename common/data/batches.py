@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, take, tokens_in, without_labels
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels
+from common.data.stored_rows import take
 from common.planning.job import BatchShape
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]

@@ -19,7 +19,6 @@ from common.data.rows import (
     Row,
     RowKind,
     Tokens,
-    batches_of,
     continuation_of,
     first_tokens,
     is_plain,
@@ -29,8 +28,8 @@ from common.data.rows import (
     placed,
     places_of,
     said_in,
-    stored,
 )
+from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
 

@@ -12,7 +12,8 @@ from common.base.inert import printable
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.data.rows import Row, Splits, Tokens, places_of, take, texts_of, tokens_in
+from common.data.rows import Row, Splits, Tokens, places_of, texts_of, tokens_in
+from common.data.stored_rows import take
 
 ENOUGH_STEPS = 100
 """Optimizer steps below which a new user's rows have probably not been learnt yet."""

@@ -21,7 +21,8 @@ from common.data.control_tokens import check_control_tokens
 from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
 from common.data.folders import files_of_splits, names_below
 from common.data.row_checks import check_ids, check_rows_apart, say_once
-from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named, take
+from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named
+from common.data.stored_rows import take
 from common.data.texts import label_names
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")

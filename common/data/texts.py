@@ -23,14 +23,12 @@ from common.data.rows import (
     RowKind,
     Splits,
     Tokens,
-    batches_of,
     padded_shape,
     placed,
     places_of,
     shown,
-    stored,
-    take,
 )
+from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
 LIMITS = {"text": "max_length", "summary": "max_target_length"}

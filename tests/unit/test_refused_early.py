@@ -18,9 +18,10 @@ from common.checks import planner_command, preflight
 from common.checks.inputs import check_settings, check_trackers, check_training_rows
 from common.checks.optimizers import check_optimizer, check_schedule
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
-from common.data import rows as kept_rows
+from common.data import stored_rows
 from common.data.batches import longest_first
-from common.data.rows import RowsOnDisk, Splits, stored
+from common.data.rows import Splits
+from common.data.stored_rows import RowsOnDisk, stored
 from common.data.texts import class_shares, say_balance, with_classes
 from common.models.families import check_targets, suited_to_model
 from common.models.loading import EMBEDDED_BASE, checked_config, load_tokenizer, longest_readable
@@ -384,7 +385,7 @@ def test_rows_on_disk_are_sorted_and_dealt_out_as_those_in_memory(
 ) -> None:
     rows = [{"input_ids": [1] * (1 + number % 7), "labels": number} for number in range(20)]
     in_memory = list(longest_first(rows))
-    monkeypatch.setattr(kept_rows, "IN_MEMORY", 10)
+    monkeypatch.setattr(stored_rows, "IN_MEMORY", 10)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     on_disk = longest_first(stored(iter(rows)))
     assert isinstance(on_disk, RowsOnDisk)
