@@ -23,8 +23,8 @@ from common.models.merging import comparing, reloaded_difference, save_merged, t
 from common.models.saved_stages import wait_for_parts
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
-from common.training.counted_steps import resting
 from common.training.loop import TrainingLoop
+from common.training.results import resting
 
 DeviceMap = dict[str, str | int]
 
