@@ -49,7 +49,7 @@ from common.training.answer_logits import (
     takes_logits_to_keep,
     tell_of_answers,
 )
-from common.training.safe_loading import SafePlanner, SafeReader
+from common.training.safe_loading import SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 
 SHARDS = "shards"
@@ -268,8 +268,7 @@ class Part:
     def load(self, folder: Path, is_full: bool) -> None:
         """Take back weights, and optimizer, also from a checkpoint of another number of ranks."""
         parts = self.state(is_full)
-        reader = SafeReader(str(folder / SHARDS))
-        dcp.load(parts, storage_reader=reader, planner=SafePlanner(), no_dist=self.is_whole)
+        dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), no_dist=self.is_whole)
         set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
         if is_full:
             states = parts[self.optimizer_name]
