@@ -89,7 +89,23 @@ class Part:
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self) if rank.world_size > 1 else None
-        self._set_up()
+        # the model computes as the run asks: by which kernels, the loss in chunks, layers a second time
+        if run.use_liger_kernel:
+            apply_liger_kernel(self.model, None)
+        self.takes_logits_to_keep = takes_logits_to_keep(self.model)
+        if self.objective.prepare:
+            self.objective.prepare(self.model)
+        # in a pipeline the schedule computes the loss (`StageModule.loss`)
+        self.takes_chunks = loss_is_chunked(run, self.model) and not run.parallelism.pipelines
+        if self.takes_chunks:
+            compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
+        if run.is_padding_free and run.attention == "sdpa":
+            separate_rows(self.model)
+        if run.torch_compile:
+            compile_layers(self.model)
+        if run.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
+        self.model.train()
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -98,25 +114,6 @@ class Part:
         Raises:
             BadInputError: what is missing or does not fit, and what would.
         """
-
-    def _set_up(self) -> None:
-        """Have the model compute as the run asks: by which kernels, the loss in chunks, layers a second time."""
-        if self.run.use_liger_kernel:
-            apply_liger_kernel(self.model, None)
-        self.takes_logits_to_keep = takes_logits_to_keep(self.model)
-        if self.objective.prepare:
-            self.objective.prepare(self.model)
-        # in a pipeline the schedule computes the loss (`StageModule.loss`)
-        self.takes_chunks = loss_is_chunked(self.run, self.model) and not self.run.parallelism.pipelines
-        if self.takes_chunks:
-            compute_loss_in_chunks(self.model, in_training=not self.run.use_liger_kernel)  # Liger has its own
-        if self.run.is_padding_free and self.run.attention == "sdpa":
-            separate_rows(self.model)
-        if self.run.torch_compile:
-            compile_layers(self.model)
-        if self.run.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": self.run.use_reentrant})
-        self.model.train()
 
     # -- a step
 
