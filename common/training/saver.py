@@ -129,7 +129,7 @@ class Saver:
             "best_weights": len(self.sizes[WEIGHTS]),
             "bytes": sum(map(sum, self.sizes.values())),
             "held_up_s": sum(self.waits_s),
-            "longest_s": max(self.waits_s),
+            "longest_s": max(self.waits_s, default=0.0),
         }
 
     def save(self, state: TrainerState, control: TrainerControl, of_rank: Mapping[str, Any]) -> None:
