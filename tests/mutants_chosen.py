@@ -951,8 +951,8 @@ MODELS_AND_ROWS = (
     Fault(
         "the picture that is put in another's place may have the same right answer",
         "common/tasks/visual_questions.py",
-        '    return answer != other and not facts_in(other, {"facts": facts})\n',
-        "    return True\n",
+        ' if said != answer and not facts_in(said, {"facts": facts}))\n',
+        " if said)\n",
         _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),
     ),
     Fault(
@@ -993,8 +993,8 @@ MODELS_AND_ROWS = (
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
         "common/data/messages.py",
-        "            for start in range(0, len(ids), run.max_length):\n",
-        "            for start in (0,):\n",
+        "                for start in range(0, len(ids), run.max_length):\n",
+        "                for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(

@@ -4,8 +4,8 @@ From this folder, on each machine (ADDRESS is the first one's):
     torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_summarization_machines.py
 or on virtual hosts that stand for machines (docs/several_machines.md says how to start it on your own):
-    python -m common.virtual_hosts --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d \
-        --rdzv_endpoint {master}:29400 my_workflow_summarization_machines.py --devices 2 --nodes 2
+    python ../../tests/network/virtual_hosts.py --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 \
+        --rdzv_backend c10d --rdzv_endpoint {master}:29400 my_workflow_summarization_machines.py --devices 2 --nodes 2
 
 The machines meet (1), and see that all have the same rows and libraries. Each trains on its own part of the rows. After
 each backward pass (2), or during it, gradients are summed over all machines; so every one takes the same step (3).

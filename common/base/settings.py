@@ -412,18 +412,6 @@ class ParallelismSettings:
         within=HELD_1,
         only_for=PP,
     )
-    wrap: str = setting(
-        "layers",
-        "With fsdp: classes of the modules that are gathered one at a time, with commas between; layers = the "
-        "model's own layers.",
-        only_for=FSDP,
-    )
-    prefetch: int = setting(
-        1,
-        "With fsdp: wrapped modules that are gathered ahead of the one at work.",
-        within=HELD_0,
-        only_for=FSDP,
-    )
     dp_replicate_size: int = setting(
         1,
         "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "

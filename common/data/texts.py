@@ -33,6 +33,8 @@ from common.data.rows import (
 )
 from common.planning.job import BatchShape
 
+LIMITS = {"text": "max_length", "summary": "max_target_length"}
+"""The setting that says how many tokens of a row's text, and of its summary, are read or learnt."""
 MOST_LABELS, MOST_LABELS_SAID = 100, 20
 """In a record and in a line, of the commonest: there may be hundreds of thousands."""
 
@@ -224,8 +226,6 @@ def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, 
     Raises:
         BadInputError: texts or summaries are too long, and must not be cut.
     """
-    if run.long_texts == "refuse":
-        _refuse_long(rows, "summary", run.max_target_length, "max_target_length", tokenizer)
 
     def summaries_of(batch: list[Row]) -> list[list[int]]:
         summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
@@ -240,8 +240,13 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
 ) -> Sequence[Tokens]:
-    if run.long_texts == "refuse":
-        _refuse_long(rows, "text", run.max_length, "max_length", tokenizer)
+    for key, setting in LIMITS.items() if run.long_texts == "refuse" else ():
+        if long := _too_long(rows, key, tokenizer, run):
+            what = "texts" if key == "text" else "summaries"
+            raise BadInputError(
+                f"{len(long)} of {len(rows)} {what} have more than {getattr(run, setting)} tokens "
+                f"({places_of(take(rows, long))}): raise --{setting}, or pass --long_texts cut."
+            )
 
     def encoded() -> Iterator[Tokens]:
         limit = {"truncation": True, "max_length": run.max_length}
@@ -255,11 +260,10 @@ def _tokenize(
 
 def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
     """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
-    long = len(_too_long(rows, "text", run.max_length, tokenizer))
+    long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
     said = f"no training text has more than {run.max_length} tokens"
     if long:
         said = f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
-    cut = len(_too_long(rows, "summary", run.max_target_length, tokenizer)) if run.goal.summarizes else 0
     if not cut:
         return said
     return (
@@ -268,19 +272,10 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     )
 
 
-def _refuse_long(rows: Sequence[Row], key: str, limit: int, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if long := _too_long(rows, key, limit, tokenizer):
-        what = "texts" if key == "text" else "summaries"
-        raise BadInputError(
-            f"{len(long)} of {len(rows)} {what} have more than {limit} tokens ({places_of(take(rows, long))}): raise "
-            f"--{setting}, or pass --long_texts cut."
-        )
-
-
-def _too_long(rows: Sequence[Row], key: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the numbers of the rows whose `key`, text or summary, has more than `limit` tokens."""
-    argument = "text" if key == "text" else "text_target"
-    batches = batches_of(rows, "measuring")
+def _too_long(rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
+    """Return the numbers of the rows whose `key`, text or summary if they have one, has more tokens than its limit."""
+    argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
+    batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
     whole = (
         ids for batch in batches for ids in tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"]
     )

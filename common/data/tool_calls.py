@@ -124,9 +124,10 @@ def as_written(row: Row) -> Row:
     Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
     a tool of the row allows null for it; a text that holds JSON has its own keys alone.
     """
-    nullable = set(_nullable(row.get("tools")))
+    tools = _without_nulls(row.get("tools"), is_inside=True)
+    nullable = set(_nullable(tools))
     changed = {column: _without_nulls(value, nullable) for column, value in row.items()}
-    return {**changed, "tools": _without_nulls(row["tools"], is_inside=True)} if "tools" in row else changed
+    return {**changed, "tools": tools} if "tools" in row else changed
 
 
 def _nullable(declared: object) -> Iterator[str]:

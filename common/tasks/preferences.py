@@ -26,7 +26,7 @@ from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
 from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, stored, tokens_in
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
+from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
 
@@ -112,14 +112,10 @@ def dpo_loss(
     return _compared(run, model, module, batch)[:, 0].sum()
 
 
-def dpo_results(run: RunConfig, model: PreTrainedModel | PeftModel, batch: dict[str, Any]) -> torch.Tensor:
-    """Return what `pair_results` does of a batch's pairs, by `model` as it is."""
-    return _compared(run, model, model, batch)
-
-
 def _compared(
     run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
 ) -> torch.Tensor:
+    """Return what `pair_results` does of a batch's pairs."""
     now = answer_log_probs(module, batch)
     if REFERENCES[0] in batch:  # found before training
         reference = [batch[name] for name in REFERENCES]
@@ -149,7 +145,7 @@ PAIRS = Objective(
     higher_is_better=False,
     labels_in=lambda row: int(is_pair(row)),
     pair_loss=dpo_loss,
-    pair_results=dpo_results,
+    pair_results=_compared,
     prepare=prepare_for_pairs,
 )
 
@@ -187,19 +183,17 @@ class PreferenceEvaluation(Evaluation):
             f"the chosen {found['chosen_reward']:+.2f}, margin {found['reward_margin']:.2f}"
         )
 
-    @property
-    def chosen_likelier_share(self) -> float:
-        """Return the share of pairs whose chosen answer is likelier, whatever the reference finds."""
-        return fmean(chosen > rejected for chosen, rejected in self.log_probs)
-
     def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record; before training there are no rewards."""
+        """Return the metrics for the record; before training there are no rewards.
+
+        The share of the likelier chosen answers asks for no reference.
+        """
         rewards, dates = self.rewards, self.mean("invents_a_date")
         return {
             "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
             "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
             "chosen_reward": _mean(chosen for chosen, _ in rewards),
-            "chosen_likelier_share": self.chosen_likelier_share,
+            "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
             "facts_said_share": self.facts_said_share,
             "invented_dates_share": dates,
             "undated_share": 1 - dates,
@@ -230,8 +224,20 @@ def evaluate_preferences(
     with_chunked_head(model)
     log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
     scored = [
-        scored_answer(number, row, answer, pair)
-        for number, (row, answer, pair) in enumerate(zip(rows, answers, log_probs, strict=True))
+        {
+            "row": number,
+            "question": question_of(row),
+            "chosen": answer_of(row),
+            "rejected": said_in(row["rejected"][0]),
+            "answer": answer,
+            "facts": len(row.get("facts", [])),
+            "facts_said": facts_in(answer, row),
+            "invents_a_date": bool(invented_years(answer, row)),
+            "words": len(answer.split()),
+            "chosen_log_prob": chosen,
+            "rejected_log_prob": rejected,
+        }
+        for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
     before = reference.log_probs if reference else None
     evaluation = PreferenceEvaluation(scored, log_probs, before, log.run.beta)
@@ -269,23 +275,6 @@ def with_chunked_head(model: PreTrainedModel) -> None:
     if not hasattr(model, "has_chunked_head"):
         add_fused_lm_head(model, outputs=("log_probs",))
         model.has_chunked_head = True
-
-
-def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> ScoredAnswer:
-    """Return a line of the predictions file."""
-    return {
-        "row": number,
-        "question": question_of(row),
-        "chosen": answer_of(row),
-        "rejected": said_in(row["rejected"][0]),
-        "answer": answer,
-        "facts": len(row.get("facts", [])),
-        "facts_said": facts_in(answer, row),
-        "invents_a_date": bool(invented_years(answer, row)),
-        "words": len(answer.split()),
-        "chosen_log_prob": log_probs[0],
-        "rejected_log_prob": log_probs[1],
-    }
 
 
 def invented_years(answer: str, row: Row) -> list[str]:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data.answer_ends import save_stops
 from common.data.batches import within_budget
-from common.data.messages import first_tokens
-from common.data.rows import Tokens
+from common.data.rows import Tokens, first_tokens
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import (
     check_equal_logits,

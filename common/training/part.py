@@ -214,7 +214,7 @@ class Part:
         vocabulary is large.
         """
         if self.objective.pair_results:
-            return self.objective.pair_results(self.run, self.model, batch)
+            return self.objective.pair_results(self.run, self.model, self.model, batch)
         if self.takes_chunks:
             losses = self.called(**batch).token_losses
             answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)

@@ -36,8 +36,7 @@ def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
         RuntimeError: a rank did nothing, or rows were skipped or repeated.
     """
     work, rank = loop.work, loop.rank
-    machine = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")  # torchrun's, or Ray's
-    place = {"rank": rank.rank, "host": f"machine{machine}", "device": rank.device}
+    place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
         if share["samples"] == 0 and not loop.saver.first_step:  # of a last step's few rows a rank may have none

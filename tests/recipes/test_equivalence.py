@@ -66,7 +66,6 @@ STAGES_ACCUMULATED = ("--batch_size", "4", "--gradient_accumulation_steps", "2",
 GPIPE = ("--schedule", "gpipe")
 TWO_GPUS = ("--device", "cuda", "--devices", "2", "--stages", "0", "--attention", "eager")
 """Fake ones; PyTorch's fused attention does not know them."""
-OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
 SOME_LOGITS = 2**15
 """Of a chunk of the loss on several devices, where each micro-batch has several chunks; one device has one."""
@@ -201,12 +200,12 @@ CASES = [
     sharded("DDP, accumulated", "full", "--parallel", "ddp", *ACCUMULATED),
     chat("DDP, accumulated", "lora", DDP, *ACCUMULATED),
     sharded("FSDP2", "full", *OF_RANK),
-    sharded("FSDP2", "full", *OF_RANK, *ALL, *OWN_WRAP, note="every weight, checkpointed"),
+    sharded("FSDP2", "full", *OF_RANK, *ALL, "--gradient_checkpointing", note="every weight, checkpointed"),
     sharded("FSDP2", "lora", *OF_RANK),
     sharded("FSDP2", "qlora", *OF_RANK),
     sharded("FSDP2, hybrid", "full", *TWO_COPIES, launch="four_ranks"),
     sharded("FSDP2, hybrid", "lora", *TWO_COPIES, launch="four_ranks"),
-    sharded("FSDP2, accumulated", "full", *ACCUMULATED, "--prefetch", "2"),
+    sharded("FSDP2, accumulated", "full", *ACCUMULATED),
     sharded("FSDP2, accumulated", "lora", *ACCUMULATED),
     *(zero(f"ZeRO-{stage}", technique, *OF_RANK) for stage in (1, 2, 3) for technique in ("full", "lora")),
     zero("ZeRO-3, accumulated", "full", *ACCUMULATED, *ALL, note="every weight"),
