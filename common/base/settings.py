@@ -312,7 +312,9 @@ class TrainingSettings:
         "Steps in which the learning rate rises; below 1, their share of all steps.",
         within=(AT_LEAST_0, STEPS_OR_SHARE),
     )
-    lr_scheduler_type: str = setting("cosine", "Learning-rate schedule, by its name in Transformers.")
+    lr_scheduler_type: str = setting(
+        "cosine", "Schedule of the learning rate over the steps, by its name in Transformers."
+    )
     optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", ("--optimizer",))
     weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", within=AT_LEAST_0)
     max_grad_norm: float = setting(

@@ -41,7 +41,7 @@ from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
-from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
+from common.training.saver import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 
 
 def check_inputs(run: RunConfig) -> RunConfig:

@@ -78,10 +78,8 @@ class UnfinishedCheckpoint:
         """
         try:
             yield self.partial
-        except (KeyboardInterrupt, SystemExit, RunStoppedError):
-            raise
         except BaseException as error:  # DCP's own derives from it
-            if is_of_the_network(error):
+            if isinstance(error, KeyboardInterrupt | SystemExit | RunStoppedError) or is_of_the_network(error):
                 raise
             root = self.folder.parent
             raise RunStoppedError(

@@ -22,8 +22,8 @@ from common.models.merging import comparing, reloaded_difference, save_merged, t
 from common.models.saved_stages import wait_for_parts
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
-from common.training.counted_steps import resting
 from common.training.loop import TrainingLoop
+from common.training.results import resting
 
 DeviceMap = dict[str, str | int]
 
@@ -51,10 +51,9 @@ def save(
         differences: dict[str, float | None] = {}
         merged_answers = not run.method.has_adapters
         if run.method.has_adapters:
-            in_stages = not device_map and answering_stages(run) > 1
-            if compares or in_stages:
+            stages = 1 if device_map else answering_stages(run)
+            if compares or stages > 1:
                 differences["adapter"] = reloaded_difference(run, saved[0], load, batch, expected, log.memory)
-            stages = answering_stages(run) if in_stages else 1
             why_not = why_not_merged(gather_object([merge_need(run, log.rank, stages, log.folder)]))
             if not why_not:
                 saved.append(log.folder / "merged")

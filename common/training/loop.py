@@ -70,7 +70,7 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        batches: This rank's, one or more for each accumulation step, as they are needed.
+        batches: This rank's, one for each accumulation step, as they are needed.
         batch_count: How many there are.
         label_count: Labels of all ranks' batches: what the losses are divided by.
     """
@@ -366,9 +366,9 @@ class TrainingLoop:
         self.control.should_save = is_best or self.saver.schedule.is_due(self.state, self.control)
 
     def _save(self) -> None:
-        for each in self.handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
-            if isinstance(each, ExportableState):
-                self.state.stateful_callbacks[type(each).__name__] = each.state()
+        stateful = [each for each in self.handler.callbacks if isinstance(each, ExportableState)]
+        # not `self.control`: what has stopped may be told to train longer
+        self.state.stateful_callbacks = {type(each).__name__: each.state() for each in stateful}
         with self.log.memory.phase("saving"):
             of_all = {"scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
             self.saver.save(self.state, self.control, of_all)
@@ -380,9 +380,7 @@ class TrainingLoop:
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(before, name))
         for each in self.handler.callbacks:  # how long an early stop has waited; how long it is to is this run's own
-            saved = before.stateful_callbacks.get(type(each).__name__, {})
-            for name, value in saved.get("attributes", {}).items():
-                setattr(each, name, value)
+            vars(each).update(before.stateful_callbacks.get(type(each).__name__, {}).get("attributes", {}))
         self.logged_step = self.state.global_step
         self.skipped_steps = of_rank.get("skipped_steps", 0)
         self.schedule.last_epoch = self.state.global_step - self.skipped_steps - 1

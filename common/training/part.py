@@ -49,7 +49,7 @@ from common.training.answer_logits import (
     takes_logits_to_keep,
     tell_of_answers,
 )
-from common.training.safe_loading import SafePlanner, SafeReader
+from common.training.safe_loading import SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 
 SHARDS = "shards"
@@ -89,7 +89,23 @@ class Part:
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self) if rank.world_size > 1 else None
-        self._set_up()
+        # the model computes as the run asks: by which kernels, the loss in chunks, layers a second time
+        if run.use_liger_kernel:
+            apply_liger_kernel(self.model, None)
+        self.takes_logits_to_keep = takes_logits_to_keep(self.model)
+        if self.objective.prepare:
+            self.objective.prepare(self.model)
+        # in a pipeline the schedule computes the loss (`StageModule.loss`)
+        self.takes_chunks = loss_is_chunked(run, self.model) and not run.parallelism.pipelines
+        if self.takes_chunks:
+            compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
+        if run.is_padding_free and run.attention == "sdpa":
+            separate_rows(self.model)
+        if run.torch_compile:
+            compile_layers(self.model)
+        if run.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
+        self.model.train()
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -98,25 +114,6 @@ class Part:
         Raises:
             BadInputError: what is missing or does not fit, and what would.
         """
-
-    def _set_up(self) -> None:
-        """Have the model compute as the run asks: by which kernels, the loss in chunks, layers a second time."""
-        if self.run.use_liger_kernel:
-            apply_liger_kernel(self.model, None)
-        self.takes_logits_to_keep = takes_logits_to_keep(self.model)
-        if self.objective.prepare:
-            self.objective.prepare(self.model)
-        # in a pipeline the schedule computes the loss (`StageModule.loss`)
-        self.takes_chunks = loss_is_chunked(self.run, self.model) and not self.run.parallelism.pipelines
-        if self.takes_chunks:
-            compute_loss_in_chunks(self.model, in_training=not self.run.use_liger_kernel)  # Liger has its own
-        if self.run.is_padding_free and self.run.attention == "sdpa":
-            separate_rows(self.model)
-        if self.run.torch_compile:
-            compile_layers(self.model)
-        if self.run.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": self.run.use_reentrant})
-        self.model.train()
 
     # -- a step
 
@@ -268,8 +265,7 @@ class Part:
     def load(self, folder: Path, is_full: bool) -> None:
         """Take back weights, and optimizer, also from a checkpoint of another number of ranks."""
         parts = self.state(is_full)
-        reader = SafeReader(str(folder / SHARDS))
-        dcp.load(parts, storage_reader=reader, planner=SafePlanner(), no_dist=self.is_whole)
+        dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), no_dist=self.is_whole)
         set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
         if is_full:
             states = parts[self.optimizer_name]

@@ -1,23 +1,29 @@
-"""What a training proves and measures: rows seen, steps taken, losses, speed."""
+"""What a training proves and measures: rows seen, steps taken, losses, speed, and on a CPU the memory of a step."""
 
+import heapq
 import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import Tokens
+from common.data.rows import Tokens, tokens_in
 from common.hardware.devices import CPU_DEVICE, Gpu
+from common.models.shards import tensors_of
+from common.planning.phases import TRAINING
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
+from common.runtime.memory_tracker import watch_gradients
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 from common.training.loop import TrainingLoop
+from common.training.usage import state_tensors
 
 COUNTED_ROWS = 10_000
 """Of more rows than these, so many are counted: a second on one core."""
@@ -149,3 +155,46 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
         flops += count * step_flops(architecture, alone, share).useful
         tokens += count * (shape.tokens + shape.target_length)
     return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
+
+
+# -- memory on a CPU
+
+
+def resting(loop: TrainingLoop) -> dict[str, list[torch.Tensor]]:
+    """Return what training keeps between steps on this rank, by part."""
+    return {
+        "weights": list(tensors_of(loop.model)),
+        "optimizer": state_tensors(loop.optimizer),
+        "buffers": loop.part.kept_buffers(),
+    }
+
+
+def count_steps(loop: TrainingLoop) -> None:
+    """Count what saving, a step, and a batch of validation hold, with the longest rows; called on every rank.
+
+    On a CPU no allocator knows a peak: tensors are counted in a step of each of training's phases. The steps come after
+    training, are not timed, and leave nothing behind. Loading is not counted: what libraries hold while they load, and
+    quantize, is another thing on a GPU.
+    """
+    memory, part = loop.log.memory, loop.part
+    if loop.rank.device != "cpu":
+        return
+    batch = loop.batch_of([{**row, "row": 0} for row in _longest(loop.train_rows.rows, loop.run.rows_per_rank)])
+    label_count = max(1, sum(map(loop.objective.labels_in, loop.train_rows.rows[:1])))
+    with torch.random.fork_rng():
+        part.back_propagate(batch, label_count)  # buffers of this shape are there from now on
+        with memory.counting("saving", resting(loop)):
+            pass
+        with memory.counting(TRAINING, resting(loop)) as tracker:
+            part.forget_gradients()
+            handles = watch_gradients(loop.model, tracker)
+            part.back_propagate(batch, label_count)
+    for handle in handles:
+        handle.remove()
+    with memory.counting("validation", resting(loop)):
+        part.forget_gradients()
+        part.sums(loop.collated(_longest(loop.validation_rows, loop.args.per_device_eval_batch_size)))
+
+
+def _longest(rows: list[Tokens], count: int) -> list[Tokens]:
+    return heapq.nlargest(count, rows, key=tokens_in)

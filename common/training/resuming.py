@@ -116,11 +116,9 @@ def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about:
 
 def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a checkpoint's parts or rows are not this run's, and in what its run was another."""
+    anew = "leave --resume_from_checkpoint out to begin anew"
     if about.get("form") != FORM:
-        yield (
-            "that an older version of this repository wrote, in files that this one does not read: leave "
-            "--resume_from_checkpoint out to begin anew"
-        )
+        yield f"that an older version of this repository wrote, in files that this one does not read: {anew}"
     changed = "make them equal, or rows would be skipped or repeated"
     parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
     are_whole = all(each.is_single or each.replicates for each in parallelisms)
@@ -156,18 +154,17 @@ def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any
             f"whose rows came in the order {about['order']}, but this run's order is {own['order']}: pass "
             f"--train_sampling_strategy {about['order']}",
         ),
+        (
+            differs["model"],
+            f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
+            f"it was trained on, or {anew}",
+        ),
     ]
     yield from (problem for is_one, problem in problems if is_one)
-    anew = "leave --resume_from_checkpoint out to begin anew"
     settings = own["settings"]
     for name, was in about["settings"].items():
         if name in settings and settings[name] != was:
             yield f"with {name} {was}, but this run's is {settings[name]}: pass --{name} {was}, or {anew}"
-    if about["model"] != own["model"]:
-        yield (
-            f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
-            f"it was trained on, or {anew}"
-        )
     for split, digest in about["data"].items():
         if own["data"].get(split, digest) != digest:
             yield (

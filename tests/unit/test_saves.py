@@ -15,7 +15,7 @@ from common.base.errors import AskedToEndError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
 from common.runtime.rank import end_rank
-from common.training import checkpoints, saves
+from common.training import checkpoints, saver
 from common.training.checkpoints import (
     BEST,
     FULL_STATE,
@@ -28,7 +28,7 @@ from common.training.checkpoints import (
     verify,
 )
 from common.training.part import SHARDS, Part
-from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, describe_saves
+from common.training.saver import MEET_S, CheckpointSize, SaveSchedule, describe_saves
 from tests.unit.ranks import found_by_ranks
 
 ROWS = 64
@@ -52,7 +52,7 @@ def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     save; `met`: gets the seconds of each meeting, from the start.
     """
     clock = SimpleNamespace(now_s=1000.0)
-    monkeypatch.setattr(saves, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(saver, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def saved(
         minutes: float,
@@ -71,7 +71,7 @@ def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
             lost_s, pace_s, _ = own[0]
             return [*own, (other_rank * lost_s, other_rank * pace_s, state.global_step >= asked_at)]
 
-        monkeypatch.setattr(saves, "gather_object", gather)
+        monkeypatch.setattr(saver, "gather_object", gather)
         schedule, found = SaveSchedule(minutes), []
         state = TrainerState(**{"save_steps": 0, **state})
         schedule.on_train_begin(None, state, TrainerControl())

@@ -60,12 +60,11 @@ from common.training.checkpoints import (
     steps_at,
     verify,
 )
-from common.training.counted_steps import count_steps
 from common.training.export import rows_to_compare
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer, make_schedule, training_arguments
 from common.training.part import Part
-from common.training.results import check_rows_seen, check_training, training_flops
+from common.training.results import check_rows_seen, check_training, count_steps, training_flops
 from tests.pace import patient
 from tests.unit.toys import train
 
