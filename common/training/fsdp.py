@@ -64,7 +64,7 @@ def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
     Raises:
         BadInputError: the model lacks layers to train.
     """
-    return with_trained_weights(load_rows(run, rank, mesh, offloads=run.offload == "cpu"), run)
+    return with_trained_weights(load_rows(run, rank, mesh), run)
 
 
 # -- dividing

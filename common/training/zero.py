@@ -35,8 +35,6 @@ from common.training.usage import Held, check_part, optimizer_bytes
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
-
 
 def check_deepspeed() -> None:
     """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU.
@@ -45,7 +43,10 @@ def check_deepspeed() -> None:
         BadInputError: with the command that installs it.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
+        raise BadInputError(
+            "ZeRO is DeepSpeed's, which is not installed: `make deepspeed` (it runs `DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation deepspeed`), or take FSDP (run_0_cpu_x2)."
+        )
     if os.environ.get("DS_ACCELERATOR") == "cpu" and shutil.which("c++") is None:
         raise BadInputError(
             "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
@@ -65,7 +66,7 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     if zero_stage(run) < 3:
         return load_replica(run, rank)
     mesh = mesh_of(rank, run)
-    model = with_trained_weights(load_rows(run, rank, mesh, run.offload == "cpu"), run)
+    model = with_trained_weights(load_rows(run, rank, mesh), run)
     hand_over(model, _config(run, model), mesh)
     return model.to(rank.device)  # buffers
 
@@ -86,11 +87,7 @@ class ZeroPart(Part):
     """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
 
     is_whole = autocasts = False
-
-    def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
-        """`module` comes from `zero_engine`."""
-        self.engine = module
-        super().__init__(module, run, rank)
+    module: "DeepSpeedEngine"
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -104,23 +101,23 @@ class ZeroPart(Part):
     @property
     @override
     def called(self) -> torch.nn.Module:
-        return self.engine
+        return self.module
 
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
-        self.engine.backward(self.loss(batch, label_count), scale_wrt_gas=False)
+        self.module.backward(self.loss(batch, label_count), scale_wrt_gas=False)
 
     @override
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts, which DeepSpeed keeps in its optimizer, and what it has not divided."""
-        parts_of_groups = self.engine.optimizer.averaged_gradients.values()
+        parts_of_groups = self.module.optimizer.averaged_gradients.values()
         return [part for parts in parts_of_groups if parts for part in parts] + super().gradients()
 
     @override
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what DeepSpeed's optimizer has: its fp32 copy of the weights, and what it collects gradients in."""
         attributes = {
-            name: value for name, value in vars(self.engine.optimizer).items() if name != "averaged_gradients"
+            name: value for name, value in vars(self.module.optimizer).items() if name != "averaged_gradients"
         }
         leaves = tree_leaves(attributes)
         of_objects = tree_leaves([vars(leaf) for leaf in leaves if is_dataclass(leaf)])
@@ -130,7 +127,7 @@ class ZeroPart(Part):
     @override
     def forget_gradients(self) -> None:
         super().forget_gradients()
-        self.engine.optimizer.averaged_gradients.clear()
+        self.module.optimizer.averaged_gradients.clear()
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -141,7 +138,7 @@ class ZeroPart(Part):
     @override
     def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Have DeepSpeed clip, step, and hand the new weights round; it scales no losses here."""
-        self.engine.step()
+        self.module.step()
 
     @override
     def state(self, is_full: bool) -> dict[str, Any]:
@@ -153,15 +150,15 @@ class ZeroPart(Part):
         """Write DeepSpeed's own checkpoint, each rank its part; of best weights what is trained, from rank 0."""
         if not state["is_full"]:  # DeepSpeed's checkpoints have the optimizer in any case
             return save_weights(dict(self._trained_weights()), folder, self.rank.is_main)
-        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
+        self.module.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
         return list((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
 
     @override
     def load(self, folder: Path, is_full: bool) -> None:
         stored = weights_in_files(folder)
         if not stored:  # a full state
-            self.engine.checkpoint_engine.load = load_zero_state  # its own would run what a file says
-            self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
+            self.module.checkpoint_engine.load = load_zero_state  # its own would run what a file says
+            self.module.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
             return
         import deepspeed  # `deepspeed.zero` is an attribute, and no module
 
@@ -179,15 +176,15 @@ class ZeroPart(Part):
         """Free the engine, its fp32 copies, and this rank's parts of the weights, whoever else still has them."""
         parts = [weight.ds_tensor for weight in self.model.parameters() if hasattr(weight, "ds_tensor")]
         self.forget_gradients()
-        self.engine.destroy()
+        self.module.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = self.module = None
+        self.module = None
 
     @override
     def held(self) -> Held:
         """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
-        zero = self.engine.optimizer
+        zero = self.module.optimizer
         is_stage_3 = zero_stage(self.run) == 3
         copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return Held(
@@ -212,7 +209,7 @@ class ZeroPart(Part):
         Raises:
             RuntimeError: with both sizes.
         """
-        states, ranks = optimizer_bytes(self.engine.optimizer.optimizer), self.rank.world_size
+        states, ranks = optimizer_bytes(self.module.optimizer.optimizer), self.rank.world_size
         if states:  # SGD has none
             check_part("optimizer states", states, (2 * self._trained() * 4 // ranks,) * 2)
         if zero_stage(self.run) == 3:

@@ -208,9 +208,9 @@ def test_the_root_s_step_counts_its_ranks() -> None:
 def test_scales_of_offloaded_4_bit_weights_are_where_these_are_computed_with() -> None:
     """`meta` stands in for a GPU."""
     pytest.importorskip("bitsandbytes")
-    run = RunConfig(technique="qlora")
+    run = replace(FSDP, technique="qlora", precision="bf16", device="cuda", gpu="A100 80GB SXM", offload="cpu")
     mesh = mesh_of(Rank(0, 1, "cpu", "torchrun"), run)
-    model = load_rows(run, Rank(0, 1, "meta", "torchrun"), mesh, offloads=True)
+    model = load_rows(run, Rank(0, 1, "meta", "torchrun"), mesh)
     quantized = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert local_part(quantized.weight).device.type == "cpu"
     tensors = [value for value in quantized.quant_state.as_dict().values() if torch.is_tensor(value)]
@@ -232,7 +232,7 @@ def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
     part = ZeroPart.__new__(ZeroPart)
     part.model = torch.nn.Linear(1, 1)
     kept = {0: [torch.tensor([1.0]), torch.tensor([torch.nan])], 1: None}
-    part.engine = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
+    part.module = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
     assert torch.isnan(get_total_norm(part.gradients()))
     part.model.weight.grad = torch.full((1, 1), 2.0)
     assert [gradient.item() for gradient in part.gradients()][::2] == [1.0, 2.0]
