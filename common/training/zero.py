@@ -27,7 +27,7 @@ from common.models.weight_files import weights_in_files
 from common.runtime.world import Rank
 from common.training.answer_logits import Batch, Model
 from common.training.ddp import load_replica
-from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
+from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
 from common.training.usage import Held, check_part, optimizer_bytes
@@ -67,7 +67,7 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
         return load_replica(run, rank)
     mesh = mesh_of(rank, run)
     model = with_trained_weights(load_rows(run, rank, mesh), run)
-    hand_over(model, _config(run, model), mesh)
+    hand_over(model, deepspeed_config(run, model.config.hidden_size), mesh)
     return model.to(rank.device)  # buffers
 
 
@@ -75,12 +75,9 @@ def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) 
     """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
     import deepspeed  # here: runs without ZeRO need none
 
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(run, model))
+    config = deepspeed_config(run, model.config.hidden_size)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
-
-
-def _config(run: RunConfig, model: Model) -> dict[str, Any]:
-    return with_sizes(deepspeed_config(run), model.config.hidden_size)
 
 
 class ZeroPart(Part):

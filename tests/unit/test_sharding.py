@@ -25,7 +25,7 @@ from common.models.shards import local_part
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import Rank
 from common.training import zero
-from common.training.deepspeed_config import deepspeed_config, with_sizes
+from common.training.deepspeed_config import deepspeed_config
 from common.training.fsdp import check_fully_sharded, mixed_precision
 from common.training.pipeline_parallel import Stage
 from common.training.saver import Saver
@@ -137,7 +137,7 @@ def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
 
 def test_deepspeed_is_told_the_stage_and_the_run_s_own_settings() -> None:
     run = replace(ZERO, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5)
-    config = with_sizes(deepspeed_config(run), hidden_size=128)
+    config = deepspeed_config(run, hidden_size=128)
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     assert [config[name] for name in names] == [4, 2, 0.5]
     assert config["bf16"]["enabled"] is False
