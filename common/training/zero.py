@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import warnings
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -223,22 +224,35 @@ def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
     """
     import deepspeed
 
-    first: torch.nn.Parameter | None = None
-    for weight in list(model.parameters()):
-        whole = _whole(weight, mesh).to(mesh.device_type, torch.bfloat16 if config["bf16"]["enabled"] else None)
-        torch.utils.swap_tensors(weight, torch.nn.Parameter(whole, requires_grad=weight.requires_grad))
-        del whole
-        if first is None:
+    partitioned: torch.nn.Parameter | None = None
+    for places in _places_of_weights(model):
+        weight = _whole_weight(places, mesh, torch.bfloat16 if config["bf16"]["enabled"] else None)
+        for module, name in places:
+            module._parameters[name] = weight
+        if partitioned is None:
             deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
-            first = weight
+            partitioned = weight
         else:  # as it does with adapters itself: to read the settings again takes longer
-            first.convert_to_zero_parameters(param_list=[weight])
+            partitioned.convert_to_zero_parameters(param_list=[weight])
         return_freed_memory()
 
 
-def _whole(weight: torch.nn.Parameter, mesh: DeviceMesh) -> torch.Tensor:
+def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
+    """Return of each weight the modules that have it, several where it is tied, and its names there."""
+    places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            places[weight].append((module, name))
+    return list(places.values())
+
+
+def _whole_weight(
+    places: list[tuple[torch.nn.Module, str]], mesh: DeviceMesh, dtype: torch.dtype | None
+) -> torch.nn.Parameter:
+    module, name = places[0]
+    weight = module._parameters[name]
     rows = weight.detach()
     if isinstance(rows, DTensor):  # from_local moves them to the mesh's devices
         about = {"run_check": False, "shape": rows.shape, "stride": rows.stride()}
         rows = DTensor.from_local(rows.to_local(), mesh, rows.placements, **about)
-    return gathered(rows)
+    return torch.nn.Parameter(gathered(rows).to(mesh.device_type, dtype), requires_grad=weight.requires_grad)
