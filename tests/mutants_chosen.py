@@ -348,8 +348,8 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: each micro-batch weighs the same, however many tokens it has",
         "common/training/pipeline.py",
-        "output, target, in_backward) / self.loss_divisor",
-        "output, target, in_backward) / (target != -100).sum()",
+        "return losses / self.loss_divisor",
+        "return losses / (target != -100).sum()",
         _unit("pipeline", "stages_compute_what_the_whole_model_computes"),
     ),
     Fault(

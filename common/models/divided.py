@@ -70,29 +70,29 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh, offloads: bool) -> PreTrainedModel:
+def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
     """Load the run's base, of which this rank gets rows of every weight; called on every rank.
 
-    They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `offloads` on the host.
-    What 4-bit numbers are computed with is on the device in any case.
+    They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `--offload cpu` on the
+    host. What 4-bit numbers are computed with is on the device in any case.
 
     Raises:
         BadInputError: as `load_base_model`.
     """
-    device = "cpu" if offloads else rank.device
-    model = load_divided(run, device, _loading_mesh(run, rank, mesh, offloads), lambda _: 0)
+    device = "cpu" if run.offload == "cpu" else rank.device
+    model = load_divided(run, device, _loading_mesh(run, rank, mesh), lambda _: 0)
     for module in model.modules():
         if is_quantized(module):
             module.quant_state.to(rank.device)
     return model
 
 
-def _loading_mesh(run: RunConfig, rank: Rank, mesh: DeviceMesh, offloads: bool) -> DeviceMesh:
+def _loading_mesh(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> DeviceMesh:
     """Return this rank's row of `mesh` where weights stay: of devices, or of hosts.
 
     It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
     """
-    if not offloads:
+    if run.offload != "cpu":
         return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
     rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))

@@ -4,7 +4,6 @@ Imports bitsandbytes only inside functions: runs without quantized weights do wi
 """
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -114,32 +113,12 @@ def quantize_as(
 # -- what is stored
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """What a quantized model's weights take, as its record has it.
+def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a quantized model's weights take, adapters left out, as its record has it.
 
-    Attributes:
-        stored_dtype: Of the tensors that hold the 4-bit numbers.
-        quantized_bytes: Of these, with their blocks' scales.
-        other_weights: Embeddings, norms and head.
-        unquantized_gib: Of all weights in the run's own number format, as LoRA keeps them.
-        quantized_share: Of all weights.
-        weights_gib: Of all weights, as they are stored.
+    Other weights are embeddings, norms and head. The share is that of all weights, `weights_gib` what all take as they
+    are stored, and `unquantized_gib` what LoRA's base would take, in `unquantized_dtype`.
     """
-
-    stored_dtype: str
-    quantized_weights: int
-    quantized_bytes: int
-    bits_per_quantized_weight: float
-    other_weights: int
-    other_bytes: int
-    unquantized_gib: float
-    quantized_share: float
-    weights_gib: float
-
-
-def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> StoredWeights:
-    """Count what a quantized model stores, adapters left out; LoRA would keep its base in `unquantized_dtype`."""
     quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
     others = [
         weight for name, weight in model.named_parameters() if id(weight) not in quantized and "lora_" not in name
@@ -147,17 +126,17 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
     weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
     size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
     other_weights = sum(weight.numel() for weight in others)
-    return StoredWeights(
-        stored_dtype=str(next(iter(quantized.values())).dtype).removeprefix("torch."),
-        quantized_weights=weights,
-        quantized_bytes=size,
-        bits_per_quantized_weight=8 * size / weights,
-        other_weights=other_weights,
-        other_bytes=other_size,
-        unquantized_gib=(weights + other_weights) * unquantized_dtype.itemsize / GIB,
-        quantized_share=weights / (weights + other_weights),
-        weights_gib=(size + other_size) / GIB,
-    )
+    return {
+        "stored_dtype": str(next(iter(quantized.values())).dtype).removeprefix("torch."),
+        "quantized_weights": weights,
+        "quantized_bytes": size,
+        "bits_per_quantized_weight": 8 * size / weights,
+        "other_weights": other_weights,
+        "other_bytes": other_size,
+        "unquantized_gib": (weights + other_weights) * unquantized_dtype.itemsize / GIB,
+        "quantized_share": weights / (weights + other_weights),
+        "weights_gib": (size + other_size) / GIB,
+    }
 
 
 def _quantized_bytes(weight: Any) -> int:

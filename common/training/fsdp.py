@@ -62,7 +62,7 @@ def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
     Raises:
         BadInputError: the model lacks layers to train.
     """
-    return with_trained_weights(load_rows(run, rank, mesh, offloads=run.offload == "cpu"), run)
+    return with_trained_weights(load_rows(run, rank, mesh), run)
 
 
 # -- dividing
@@ -82,28 +82,44 @@ def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: layers one by one, then what is left in the root.
 
-    What ranks hold parts of already (`load_parts`) stays where it is: `fully_shard` takes whole weights, so that empty
-    ones on `meta` stand for the parts meanwhile.
+    What ranks hold parts of already (`load_parts`) stays where it is.
     """
     about = {
         "mesh": mesh,
         "mp_policy": mixed_precision(run),
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
-    parts: dict[str, torch.nn.Parameter] = {}
-    for name, weight in model.named_parameters():
-        if isinstance(weight, DTensor):
-            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            parts[name] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
-            torch.utils.swap_tensors(weight, parts[name])  # tied weights stay tied
+    loaded = _set_aside(model)
     for module in [*layers_of(model), model]:
         fully_shard(module, **about)
-    for name, of_meta in model.named_parameters():
-        if name in parts:
-            local = parts[name].to_local().detach()
-            part = DTensor(local, of_meta._spec, requires_grad=False)  # `from_local` would leave the host
-            torch.utils.swap_tensors(of_meta, torch.nn.Parameter(part, requires_grad=of_meta.requires_grad))
+    _put_back(loaded)
     return model
+
+
+def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
+    """Put whole weights on `meta`, which `fully_shard` takes, in the places of loaded parts; return these places."""
+    places: list[tuple[torch.nn.Module, str, DTensor]] = []
+    stand_ins: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, part in list(module.named_parameters(recurse=False)):
+            if isinstance(part, DTensor):
+                empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
+                stand_in = torch.nn.Parameter(empty, requires_grad=part.requires_grad)
+                places.append((module, name, part))
+                setattr(module, name, stand_ins.setdefault(id(part), stand_in))
+    return places
+
+
+def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
+    """Put loaded parts in the places of those on `meta`, which `fully_shard` has made of whole weights there."""
+    parts: dict[int, torch.nn.Parameter] = {}
+    for module, name, loaded in places:
+        of_meta = getattr(module, name)
+        part = DTensor(
+            loaded.to_local().detach(), of_meta._spec, requires_grad=False
+        )  # `from_local` would leave the host
+        part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
+        setattr(module, name, parts.setdefault(id(loaded), part))
 
 
 def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:

@@ -198,9 +198,10 @@ class Pipeline(torch.nn.Module):
         """
         if self.takes_chunks:
             with self.autocast:
-                return self.losses_of(output, target, in_backward).sum() / self.loss_divisor
-        flat = output.float().flatten(0, -2)
-        losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+                losses = self.losses_of(output, target, in_backward).sum()
+        else:
+            flat = output.float().flatten(0, -2)
+            losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         return losses / self.loss_divisor
 
     # -- all stages

@@ -25,7 +25,7 @@ from common.models.shards import local_part
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import Rank
 from common.training import zero
-from common.training.deepspeed_config import deepspeed_config, with_sizes
+from common.training.deepspeed_config import deepspeed_config
 from common.training.fsdp import check_fully_sharded, mixed_precision
 from common.training.pipeline_parallel import Stage
 from common.training.saver import Saver
@@ -137,7 +137,7 @@ def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
 
 def test_deepspeed_is_told_the_stage_and_the_run_s_own_settings() -> None:
     run = replace(ZERO, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5)
-    config = with_sizes(deepspeed_config(run), hidden_size=128)
+    config = deepspeed_config(run, hidden_size=128)
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     assert [config[name] for name in names] == [4, 2, 0.5]
     assert config["bf16"]["enabled"] is False
@@ -208,9 +208,9 @@ def test_the_root_s_step_counts_its_ranks() -> None:
 def test_scales_of_offloaded_4_bit_weights_are_where_these_are_computed_with() -> None:
     """`meta` stands in for a GPU."""
     pytest.importorskip("bitsandbytes")
-    run = RunConfig(technique="qlora")
+    run = replace(FSDP, technique="qlora", precision="bf16", device="cuda", gpu="A100 80GB SXM", offload="cpu")
     mesh = mesh_of(Rank(0, 1, "cpu", "torchrun"), run)
-    model = load_rows(run, Rank(0, 1, "meta", "torchrun"), mesh, offloads=True)
+    model = load_rows(run, Rank(0, 1, "meta", "torchrun"), mesh)
     quantized = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert local_part(quantized.weight).device.type == "cpu"
     tensors = [value for value in quantized.quant_state.as_dict().values() if torch.is_tensor(value)]
@@ -232,7 +232,7 @@ def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
     part = ZeroPart.__new__(ZeroPart)
     part.model = torch.nn.Linear(1, 1)
     kept = {0: [torch.tensor([1.0]), torch.tensor([torch.nan])], 1: None}
-    part.engine = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
+    part.module = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
     assert torch.isnan(get_total_norm(part.gradients()))
     part.model.weight.grad = torch.full((1, 1), 2.0)
     assert [gradient.item() for gradient in part.gradients()][::2] == [1.0, 2.0]
