@@ -1,6 +1,7 @@
 """What a lease measures, the most wanted first, on the card that is there; or, as a rehearsal, on a CPU."""
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -249,8 +250,9 @@ def point_parts(card: Gpu | None) -> list[Part]:
     if card is None:
         return [_point_part(point, None) for point in REHEARSED_POINTS]
     known = planner_points.known_points(planner_points.kept_records(), card.name)
-    missing = [point for point in planner_points.all_points(card) if point not in known]
-    return [_point_part(point, card) for point in planner_points.across_strata(missing)]
+    missing = [point for point in planner_points.all_points() if point not in known]
+    random.Random(0).shuffle(missing)  # so that any first few are of different kinds
+    return [_point_part(point, card) for point in missing]
 
 
 def _point_part(point: Point, card: Gpu | None) -> Part:

@@ -276,9 +276,8 @@ def planned_gib(architecture: Architecture, job: Job) -> float:
 
 
 def gpu_entries(path: Path) -> list[Entry]:
-    """What `bench.planner_points` measured: errors of closed form and dry run, and whether what was said to fit did."""
-    records = planner_points.kept_records(path)
-    ran = [record for record in records if record["outcome"] == "ran"]
+    """What `bench.planner_points` measured: errors of closed form and dry run."""
+    ran = [record for record in planner_points.kept_records(path) if record["outcome"] == "ran"]
     ours, dry = (
         [
             Compared(planner_points.point_of(record).label, record[planned], record["allocated_gib"])
@@ -292,22 +291,7 @@ def gpu_entries(path: Path) -> list[Entry]:
         measured(name, len(ran), "runs", POINTS_COMMAND, at_least=MEASURED_POINTS),
         *error_entries("planner, closed form against measured CUDA peaks", ours, POINTS_COMMAND, MEASURED_BARS),
         *error_entries("planner, dry run against measured CUDA peaks", dry, POINTS_COMMAND),
-        verdict_entry([record for record in records if record["card"]]),
     ]
-
-
-def verdict_entry(records: Sequence[dict[str, Any]]) -> Entry:
-    """Of the steps with a smaller card's memory, the share that ran where it was planned to fit, and else ran out."""
-    name = "planner, steps with a smaller card's memory"
-    if not records:
-        return measured(f"{name}: right verdicts {NOT_RUN}", None, "share", POINTS_COMMAND)
-    right = sum(
-        (record["planned_with_overhead_gib"] <= record["capacity_gib"]) == (record["outcome"] == "ran")
-        for record in records
-    )
-    ran = sum(record["outcome"] == "ran" for record in records)
-    counts = f"{ran} ran, {len(records) - ran} ran out"
-    return measured(f"{name}, {counts}: right verdicts", right / len(records), "share", POINTS_COMMAND)
 
 
 # -- how soon the answer comes
