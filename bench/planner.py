@@ -24,8 +24,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.models.placement import place_stages
-from common.planning.architectures import Architecture, read_architecture
-from common.planning.job import BatchShape, Job
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
@@ -149,11 +149,6 @@ class GridPoint:
         words = [run.technique, run.model, run.precision, f"{batch.rows}x{batch.length}", *filter(None, special)]
         return " ".join(words)
 
-    @property
-    def job(self) -> Job:
-        """As the closed form wants it, on a GPU: so dry runs count operations, too, whatever the run's device."""
-        return replace(job_of_run(self.run, self.batch), cpu_operations=False)
-
 
 def dry_run_grid() -> list[GridPoint]:
     """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases.
@@ -264,11 +259,9 @@ def closed_form_gib(point: GridPoint) -> float:
     """Peak of allocated memory in closed form, on the fullest device."""
     if point.run.stage_count > 1:
         return max(device.allocated_gib for device in place_stages(point.run, point.batch).plan.devices)
-    return planned_gib(read_architecture(point.run.model), point.job)
-
-
-def planned_gib(architecture: Architecture, job: Job) -> float:
-    """Peak of allocated memory on one device, without the GPU's own overhead."""
+    # on a GPU: so dry runs count operations, too, whatever the run's device
+    job = replace(job_of_run(point.run, point.batch), cpu_operations=False)
+    architecture = read_architecture(point.run.model)
     return device_memory(architecture, job, whole_model(architecture)).allocated_gib
 
 
