@@ -260,7 +260,7 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
     weights = read_architecture(point.model).parameters
     beside = max(1, min(PAIRS_AT_ONCE, int(card.memory_gib // (1.1 * planned_gib)))) if card else 1
     expected_s = 20 + weights / SLOWEST_WEIGHTS_PER_S
-    return _part(f"point: {point.label}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
+    return _part(f"point: {point.step.name}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
 
 
 def test_parts(card: Gpu | None) -> list[Part]:

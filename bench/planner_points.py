@@ -55,6 +55,58 @@ TOO_LARGE = 1.3
 
 
 @dataclass(frozen=True)
+class Step:
+    """A training step whose memory the closed form and the dry run tell."""
+
+    run: RunConfig
+    batch: BatchShape
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it from others, in a few words."""
+        run, batch = self.run, self.batch
+        special = [
+            run.quantization if run.technique == "qlora" else "",
+            "checkpointed" if run.gradient_checkpointing else "",
+            "eager" if run.attention == "eager" else "",
+            "padded" if batch.padded else "",
+            "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
+            f"{run.parallel} x{run.devices}" if run.parallel != "single" else "",
+            f"{run.schedule} of {run.micro_batches}" if run.parallel == "pp" else "",
+            f"{batch.tiles} tiles" if batch.tiles else "",
+            "trained tower" if batch.tiles and not run.freeze_vision_tower else "",
+            f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
+            "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
+        ]
+        words = [run.technique, run.model, run.precision, f"{batch.rows}x{batch.length}", *filter(None, special)]
+        return " ".join(words)
+
+
+def step_of(
+    technique: str,
+    model: str,
+    checkpointing: bool,
+    shape: tuple[int, int],
+    padded: bool = False,
+    labelled: int | None = None,
+    tiles: int = 0,
+    **settings: Any,
+) -> Step:
+    """Return a step with random weights; full fine-tuning is of every weight unless `settings` say otherwise."""
+    rows, length = shape
+    run = RunConfig(
+        technique=technique,
+        model=model,
+        gradient_checkpointing=checkpointing,
+        weights="random",
+        device="cuda",
+        report_to="none",
+        **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
+    )
+    return Step(run, BatchShape(rows, length, labelled or length - 1, padded, tiles=tiles))
+
+
+@dataclass(frozen=True)
 class Point:
     """A training step to be measured."""
 
@@ -70,45 +122,18 @@ class Point:
     """Of the frozen weights, with qlora."""
 
     @property
-    def target_modules(self) -> str:
-        """As the run is told."""
-        return "all" if self.technique == "full" and not self.linear_only else "all-linear"
-
-    @property
-    def run(self) -> RunConfig:
-        """The run whose step this is."""
-        return RunConfig(
-            technique=self.technique,
-            device="cuda",
-            model=self.model,
-            weights="random",
-            precision="bf16",
-            target_modules=self.target_modules,
-            gradient_checkpointing=self.gradient_checkpointing,
-            quantization=self.quantization,
-            report_to="none",
-        )
-
-    @property
-    def batch(self) -> BatchShape:
-        """Every token is learnt but the first, which nothing predicts."""
-        return BatchShape(self.rows, self.length, self.length - 1)
-
-    @property
-    def label(self) -> str:
-        """What distinguishes it from other points, in a few words."""
-        special = {
-            "linear layers": self.linear_only,
-            "checkpointed": self.gradient_checkpointing,
-            self.quantization: self.technique == "qlora",
-        }
-        told = (name for name, is_so in special.items() if is_so)
-        return " ".join([self.technique, self.model, f"{self.rows}x{self.length}", *told])
+    def step(self) -> Step:
+        """What is measured."""
+        linear_only = {"target_modules": "all-linear"} if self.linear_only else {}
+        shape, settings = (self.rows, self.length), {"quantization": self.quantization, **linear_only}
+        return step_of(self.technique, self.model, self.gradient_checkpointing, shape, **settings)
 
     def planned(self, gpu: Gpu) -> DeviceMemory:
         """The closed form's answer."""
         architecture = read_architecture(self.model)
-        return memory_with_overhead(architecture, job_of_run(self.run, self.batch), whole_model(architecture), gpu)
+        return memory_with_overhead(
+            architecture, job_of_run(self.step.run, self.step.batch), whole_model(architecture), gpu
+        )
 
 
 # -- which points
@@ -155,7 +180,7 @@ def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> MemoryReadi
 def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
     """The point's figures in GiB, from this process's device; `oom` where its memory does not suffice."""
     try:
-        memory = watched_steps(replace(point.run, device=device), point.batch, device)
+        memory = watched_steps(replace(point.step.run, device=device), point.step.batch, device)
     except torch.OutOfMemoryError:
         return {"outcome": "oom"}
     return {"outcome": "ran", "allocated_gib": memory.peak_gib, "reserved_gib": memory.peak_reserved_gib}
@@ -186,8 +211,8 @@ def with_dry_run(record: dict[str, Any]) -> dict[str, Any]:
     """The record with the dry run's peak, which takes seconds and no GPU; a dry run quantizes no weights."""
     if record["dry_run_gib"] is not None or record["technique"] == "qlora":
         return record
-    point = point_of(record)
-    return {**record, "dry_run_gib": dry_run(point.run, point.batch).peak_gib}
+    step = point_of(record).step
+    return {**record, "dry_run_gib": dry_run(step.run, step.batch).peak_gib}
 
 
 def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:

@@ -64,7 +64,7 @@ def test_measured_points_that_ran_are_compared(tmp_path: Path) -> None:
         planned(14.9, allocated_gib=15.1),
     )
     assert mean.value == pytest.approx((0.2 / 10.2 + 0.2 / 15.1) / 2)
-    assert "full llama-3.2-1b 4x512" in worst.name
+    assert "full llama-3.2-1b bf16 4x512" in worst.name
     assert (steps.value, steps.holds, mean.holds, worst.holds) == (2, False, True, True)
 
 
@@ -72,7 +72,7 @@ def test_points_in_4_bits_are_enough_planned_and_without_a_dry_run(tmp_path: Pat
     points, gpu = planner_points.qlora_points(), find_gpu("H200 141GB")
     assert len(set(points)) == len(points) >= 12
     assert {point.model for point in points} >= {"llama-3.1-8b", "llama-3.1-70b"}
-    assert {point.run.quantization for point in points} == {"nf4", "nf4-double"}
+    assert {point.step.run.quantization for point in points} == {"nf4", "nf4-double"}
     assert sum(point.planned(gpu).peak_gib < gpu.memory_gib for point in points) >= 12
     assert set(points) <= set(planner_points.all_points())
     record = planned(10, **vars(points[-1])) | {"allocated_gib": 10.5, "dry_run_gib": None}
@@ -107,7 +107,7 @@ def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
 )
 def test_closed_form_and_dry_run_are_two_ways_to_one_figure(settings: dict[str, object]) -> None:
     run = RunConfig(model="llama-3.2-1b", precision="bf16", weights="random", **settings)
-    point = planner.GridPoint(run, BatchShape(4, 512, 511))
+    point = planner.Step(run, BatchShape(4, 512, 511))
     assert planner.closed_form_gib(point) == pytest.approx(planner.dry_run_gib(point), rel=0.05)
 
 
@@ -122,8 +122,8 @@ def test_full_fine_tuning_is_of_every_weight_but_where_a_point_says_otherwise() 
     assert len(set(points)) == len(points)
     full = [point for point in points if point.technique == "full"]
     assert sum(point.linear_only for point in points) == sum(point.linear_only for point in full) == 6
-    assert all(point.run.target_modules == ("all-linear" if point.linear_only else "all") for point in full)
-    assert {point.run.target_modules for point in points if point.technique == "lora"} == {"all-linear"}
+    assert all(point.step.run.target_modules == ("all-linear" if point.linear_only else "all") for point in full)
+    assert {point.step.run.target_modules for point in points if point.technique == "lora"} == {"all-linear"}
     every, linear = (Point("full", "llama-3.2-1b", 4, 512, False, linear_only=only) for only in (False, True))
     assert linear.planned(l4).peak_gib < every.planned(l4).peak_gib
 
