@@ -1,6 +1,7 @@
 """What a lease measures, the most wanted first, on the card that is there; or, as a rehearsal, on a CPU."""
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -248,8 +249,9 @@ def point_parts(card: Gpu | None) -> list[Part]:
     if card is None:
         return [_point_part(point, None) for point in REHEARSED_POINTS]
     known = planner_points.known_points(planner_points.kept_records(), card.name)
-    missing = [point for point in planner_points.all_points(card) if point not in known]
-    return [_point_part(point, card) for point in planner_points.across_strata(missing)]
+    missing = [point for point in planner_points.all_points() if point not in known]
+    random.Random(0).shuffle(missing)  # so that any first few are of different kinds
+    return [_point_part(point, card) for point in missing]
 
 
 def _point_part(point: Point, card: Gpu | None) -> Part:
@@ -257,7 +259,7 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
     weights = read_architecture(point.model).parameters
     beside = max(1, min(PAIRS_AT_ONCE, int(card.memory_gib // (1.1 * planned_gib)))) if card else 1
     expected_s = 20 + weights / SLOWEST_WEIGHTS_PER_S
-    return _part(f"point: {point.label}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
+    return _part(f"point: {point.step.name}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
 
 
 def test_parts(card: Gpu | None) -> list[Part]:

@@ -17,15 +17,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench import planner_points
 from bench.entries import Entry, measured
-from bench.planner_points import POINTS_PATH, SHAPES
+from bench.planner_points import POINTS_PATH, SHAPES, Step, kept_records, point_of, step_of
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.models.placement import place_stages
-from common.planning.architectures import Architecture, read_architecture
-from common.planning.job import BatchShape, Job
+from common.planning.architectures import read_architecture
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
@@ -123,80 +120,48 @@ def error_entries(
 # -- against the dry run
 
 
-@dataclass(frozen=True)
-class GridPoint:
-    """A training step whose memory both the closed form and the dry run tell."""
-
-    run: RunConfig
-    batch: BatchShape
-
-    @property
-    def name(self) -> str:
-        """What distinguishes it from the grid's other points."""
-        run, batch = self.run, self.batch
-        special = [
-            "checkpointed" if run.gradient_checkpointing else "",
-            "eager" if run.attention == "eager" else "",
-            "padded" if batch.padded else "",
-            "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
-            f"{run.parallel} x{run.devices}" if run.parallel != "single" else "",
-            f"{run.schedule} of {run.micro_batches}" if run.parallel == "pp" else "",
-            f"{batch.tiles} tiles" if batch.tiles else "",
-            "trained tower" if batch.tiles and not run.freeze_vision_tower else "",
-            f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
-            "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
-        ]
-        words = [run.technique, run.model, run.precision, f"{batch.rows}x{batch.length}", *filter(None, special)]
-        return " ".join(words)
-
-    @property
-    def job(self) -> Job:
-        """As the closed form wants it, on a GPU: so dry runs count operations, too, whatever the run's device."""
-        return replace(job_of_run(self.run, self.batch), cpu_operations=False)
-
-
-def dry_run_grid() -> list[GridPoint]:
+def dry_run_grid() -> list[Step]:
     """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases.
 
     Full fine-tuning is of every weight, but for some points with linear layers only, or with divided layers.
     """
     techniques, checkpointings = ("lora", "full"), (False, True)
     points = [
-        _point(technique, model, checkpointing, shape, precision=precision)
+        step_of(technique, model, checkpointing, shape, precision=precision)
         for technique, model, checkpointing, precision in product(
             techniques, MODEL_SHAPES, checkpointings, ("bf16", "bf16-mixed", "fp32")
         )
         for shape in MODEL_SHAPES[model][:: 1 if precision == "bf16" else 2]
     ]
     for technique, (model, shape), checkpointing in product(techniques, SPECIAL_SHAPES.items(), checkpointings):
-        points.append(_point(technique, model, checkpointing, shape, attention="eager"))
-        points.append(_point(technique, model, checkpointing, shape, attention="eager", precision="fp32"))
-        points.append(_point(technique, model, checkpointing, shape, padded=True))
+        points.append(step_of(technique, model, checkpointing, shape, attention="eager"))
+        points.append(step_of(technique, model, checkpointing, shape, attention="eager", precision="fp32"))
+        points.append(step_of(technique, model, checkpointing, shape, padded=True))
     for technique, checkpointing in product(techniques, checkpointings):
-        points.append(_point(technique, "llama-3.1-8b", checkpointing, (4, 512), parallel="ddp", devices=4))
-    points += [_point(technique, "llama-3.1-8b", False, (1, 2048), labelled=64) for technique in techniques]
+        points.append(step_of(technique, "llama-3.1-8b", checkpointing, (4, 512), parallel="ddp", devices=4))
+    points += [step_of(technique, "llama-3.1-8b", False, (1, 2048), labelled=64) for technique in techniques]
     for model, checkpointing in product(LINEAR_ONLY, checkpointings):
-        points.append(_point("full", model, checkpointing, (4, 512), target_modules="all-linear"))
-    points.append(_point("full", LINEAR_ONLY[0], False, (4, 512), target_modules="all-linear", precision="fp32"))
+        points.append(step_of("full", model, checkpointing, (4, 512), target_modules="all-linear"))
+    points.append(step_of("full", LINEAR_ONLY[0], False, (4, 512), target_modules="all-linear", precision="fp32"))
     points += [
-        _point("lora", model, checkpointing, shape, lora_dropout=0.0)
+        step_of("lora", model, checkpointing, shape, lora_dropout=0.0)
         for model, checkpointing, shape in product(DECODERS, checkpointings, SHAPES)
     ]
     return [*points, *divided_points(), *seeing_points()]
 
 
-def divided_points() -> list[GridPoint]:
+def divided_points() -> list[Step]:
     """Layers divided among GPUs: of one process (mp), and of a pipeline with either schedule (pp)."""
     pipeline = {"parallel": "pp", "micro_batches": 4}
     ways = ({"parallel": "mp"}, {**pipeline, "schedule": "1f1b"}, {**pipeline, "schedule": "gpipe"})
     common = {"target_modules": "all-linear"}
     return [
-        _point(technique, model, False, (8, 512), gpu=gpu, devices=devices, **common, **way)
+        step_of(technique, model, False, (8, 512), gpu=gpu, devices=devices, **common, **way)
         for (model, gpu, devices), technique, way in product(DIVIDED, ("lora", "full"), ways)
     ]
 
 
-def seeing_points() -> list[GridPoint]:
+def seeing_points() -> list[Step]:
     """Rows with pictures: towers that are frozen and that are trained, each with all ways to train and to compute.
 
     These change in turn from one shape to the next, as all of them together would take an hour.
@@ -214,33 +179,11 @@ def seeing_points() -> list[GridPoint]:
                 "freeze_vision_tower": is_frozen,
                 **shares[turn // 2 % 2],
             }
-            points.append(_point(technique, model, turn % 2 == 1, tuple(shape), tiles=tiles, **settings))
+            points.append(step_of(technique, model, turn % 2 == 1, tuple(shape), tiles=tiles, **settings))
     return points
 
 
-def _point(
-    technique: str,
-    model: str,
-    checkpointing: bool,
-    shape: tuple[int, int],
-    padded: bool = False,
-    labelled: int | None = None,
-    tiles: int = 0,
-    **settings: Any,
-) -> GridPoint:
-    rows, length = shape
-    run = RunConfig(
-        technique=technique,
-        model=model,
-        gradient_checkpointing=checkpointing,
-        weights="random",
-        device="cuda",
-        **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
-    )
-    return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded, tiles=tiles))
-
-
-def compared_with_dry_run(points: Sequence[GridPoint]) -> list[Compared]:
+def compared_with_dry_run(points: Sequence[Step]) -> list[Compared]:
     """Closed form and dry run of each point; dry runs take a second each, and so several processes."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
     # spawned, not forked: torch has threads already
@@ -255,20 +198,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def dry_run_gib(point: GridPoint) -> float:
+def dry_run_gib(point: Step) -> float:
     """Peak of allocated memory by dry run, on the fullest device."""
     return dry_run(point.run, point.batch).peak_gib
 
 
-def closed_form_gib(point: GridPoint) -> float:
+def closed_form_gib(point: Step) -> float:
     """Peak of allocated memory in closed form, on the fullest device."""
     if point.run.stage_count > 1:
         return max(device.allocated_gib for device in place_stages(point.run, point.batch).plan.devices)
-    return planned_gib(read_architecture(point.run.model), point.job)
-
-
-def planned_gib(architecture: Architecture, job: Job) -> float:
-    """Peak of allocated memory on one device, without the GPU's own overhead."""
+    # on a GPU: so dry runs count operations, too, whatever the run's device
+    job = replace(job_of_run(point.run, point.batch), cpu_operations=False)
+    architecture = read_architecture(point.run.model)
     return device_memory(architecture, job, whole_model(architecture)).allocated_gib
 
 
@@ -276,12 +217,11 @@ def planned_gib(architecture: Architecture, job: Job) -> float:
 
 
 def gpu_entries(path: Path) -> list[Entry]:
-    """What `bench.planner_points` measured: errors of closed form and dry run, and whether what was said to fit did."""
-    records = planner_points.kept_records(path)
-    ran = [record for record in records if record["outcome"] == "ran"]
+    """What `bench.planner_points` measured: errors of closed form and dry run."""
+    ran = [record for record in kept_records(path) if record["outcome"] == "ran"]
     ours, dry = (
         [
-            Compared(planner_points.point_of(record).label, record[planned], record["allocated_gib"])
+            Compared(point_of(record).step.name, record[planned], record["allocated_gib"])
             for record in ran
             if record[planned]
         ]
@@ -292,22 +232,7 @@ def gpu_entries(path: Path) -> list[Entry]:
         measured(name, len(ran), "runs", POINTS_COMMAND, at_least=MEASURED_POINTS),
         *error_entries("planner, closed form against measured CUDA peaks", ours, POINTS_COMMAND, MEASURED_BARS),
         *error_entries("planner, dry run against measured CUDA peaks", dry, POINTS_COMMAND),
-        verdict_entry([record for record in records if record["card"]]),
     ]
-
-
-def verdict_entry(records: Sequence[dict[str, Any]]) -> Entry:
-    """Of the steps with a smaller card's memory, the share that ran where it was planned to fit, and else ran out."""
-    name = "planner, steps with a smaller card's memory"
-    if not records:
-        return measured(f"{name}: right verdicts {NOT_RUN}", None, "share", POINTS_COMMAND)
-    right = sum(
-        (record["planned_with_overhead_gib"] <= record["capacity_gib"]) == (record["outcome"] == "ran")
-        for record in records
-    )
-    ran = sum(record["outcome"] == "ran" for record in records)
-    counts = f"{ran} ran, {len(records) - ran} ran out"
-    return measured(f"{name}, {counts}: right verdicts", right / len(records), "share", POINTS_COMMAND)
 
 
 # -- how soon the answer comes

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from bench.apart import measured_apart
@@ -18,14 +18,8 @@ SFT_SET = ("sft-best", "sft-grouped", "sft-packed")
 """SFTTrainer as a user may set it; the soonest of them is the best-set one."""
 QUICK_TOOLS, QUICK_ROWS = ("ours", "bare"), 16
 TIMES_SOONEST, TIMES_BEST_SET_SFT, SHARE_OF_BARE = 1.0, 1.2, 0.95
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a trial ended with; None: the loss was not reached, or no epoch was."""
-
-    seconds_to_loss: float | None
-    tokens_per_s: float | None
+Outcome = dict[str, float | None]
+"""What a trial ended with: `seconds_to_loss` and `tokens_per_s`; None: the loss was not reached, or no epoch was."""
 
 
 def entries(quick: bool) -> list[Entry]:
@@ -44,16 +38,16 @@ def repeats(data: str, technique: str, seeds: Sequence[int], quick: bool) -> dic
     outcomes: dict[str, list[Outcome]] = {tool: [] for tool in tools}
     for seed in seeds:
         for tool in tools:
-            outcomes[tool].append(Outcome(**measured_apart(train, **asdict(Trial(tool, technique, data, seed, rows)))))
+            outcomes[tool].append(measured_apart(train, **asdict(Trial(tool, technique, data, seed, rows))))
     return outcomes
 
 
-def train(**trial: Any) -> dict[str, float | None]:
+def train(**trial: Any) -> Outcome:
     """Train by the trial's tool, in a process of its own; return an outcome."""
     asked = Trial(**trial)
     clock = Clock(asked, material_of(asked))
     TOOLS[asked.tool](clock)
-    return asdict(Outcome(clock.seconds_to_loss, clock.tokens_per_s))
+    return {"seconds_to_loss": clock.seconds_to_loss, "tokens_per_s": clock.tokens_per_s}
 
 
 def name_of(data: str, technique: str) -> str:
@@ -75,7 +69,7 @@ def tool_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]]) 
 
 def _median(trials: Sequence[Outcome], figure: str) -> float | None:
     """The median over the seeds, or None where a seed did not get there."""
-    values = [getattr(trial, figure) for trial in trials]
+    values = [trial[figure] for trial in trials]
     return None if None in values else statistics.median(values)
 
 

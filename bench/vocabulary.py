@@ -1,9 +1,7 @@
-"""Memory and speed where logits are large: a small decoder with the vocabulary of a real one, by tool."""
+"""Memory where logits are large: a small decoder with the vocabulary of a real one, by tool."""
 
-import statistics
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,64 +31,51 @@ SHAPE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": RANDOM_LENGTH,
 }
-COUNTED_STEP, LAST_STEP = 2, 5
-"""The optimizer has its states after the first. Bytes are counted in the second, which takes longer by that."""
+COUNTED_STEP = 2
+"""The optimizer has its states after the first."""
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a tool's steps took: bytes of tensors at the highest moment, and seconds of a step."""
-
-    peak_bytes: int
-    step_s: float
 
 
 @dataclass
 class StepMeter(Clock):
-    """Counts the bytes of tensors in one step, and the seconds of those after it.
+    """Counts the bytes of tensors in the trial's last step.
 
     Attributes:
         peak_bytes: The most that weights, gradients, optimizer states and all that a step makes take at once; without
             the batch itself.
-        seconds: Of each timed step, from its batch to the optimizer's update.
     """
 
     peak_bytes: int = 0
-    seconds: list[float] = field(default_factory=list)
     tracker: MemoryTracker | None = None
 
     def step_begins(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to count bytes, or seconds."""
+        """Begin to count."""
         if self.step + 1 == COUNTED_STEP:
             self.tracker = MemoryTracker(vocab_size=0, rounded_to=1)
             states = [value for state in optimizer.state.values() for value in state.values()]
             for tensor in (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, states)):
                 self.tracker.add(tensor, "weights")
             self.tracker.__enter__()
-        self.start_s = time.perf_counter()
 
     def step_done(self, model: torch.nn.Module) -> bool:
         """Whether this was the last step."""
         self.step += 1
-        if self.step == COUNTED_STEP:
-            self.tracker.__exit__(None, None, None)
-            self.peak_bytes = max(sum(parts.values()) for parts in self.tracker.timeline.values())
-            self.tracker = None
-        elif self.step > COUNTED_STEP:
-            self.seconds.append(time.perf_counter() - self.start_s)
-        return self.step >= LAST_STEP
+        if self.step < COUNTED_STEP:
+            return False
+        self.tracker.__exit__(None, None, None)
+        self.peak_bytes = max(sum(parts.values()) for parts in self.tracker.timeline.values())
+        return True
 
 
 def entries(quick: bool) -> list[Entry]:
-    """Each tool's peak and seconds a step, and the ratios that have bars; `quick`: ours alone, with few words."""
+    """Each tool's peak, and the ratios that have bars; `quick`: ours alone, with few words."""
     found, tools = [], ("ours",) if quick else ("ours", *OTHERS)
     with tempfile.TemporaryDirectory() as folder:
         make_base(Path(folder), QUICK_VOCABULARY if quick else VOCABULARY)
         for technique in TECHNIQUES[:1] if quick else TECHNIQUES:
             trials = {tool: Trial(tool, technique, "random", model=folder) for tool in tools}
-            outcomes = {tool: Outcome(**measured_apart(take_steps, **asdict(trial))) for tool, trial in trials.items()}
-            found += entries_of(technique, outcomes)
+            peaks = {tool: measured_apart(peak_bytes, **asdict(trial)) for tool, trial in trials.items()}
+            found += entries_of(technique, peaks)
     return found
 
 
@@ -103,24 +88,22 @@ def make_base(folder: Path, vocabulary: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def take_steps(**trial: Any) -> dict[str, float]:
-    """Train by the trial's tool, in a process of its own; return an outcome."""
+def peak_bytes(**trial: Any) -> int:
+    """Train by the trial's tool, in a process of its own; return the peak of a step."""
     asked = Trial(**trial)
     meter = StepMeter(asked, material_of(asked))
     TOOLS[asked.tool](meter)
-    return asdict(Outcome(meter.peak_bytes, statistics.median(meter.seconds)))
+    return meter.peak_bytes
 
 
-def entries_of(technique: str, outcomes: dict[str, Outcome]) -> list[Entry]:
-    """Each tool's peak and its seconds a step, and how ours compare with the other tools that ran."""
-    name, ours, found = f"vocabulary, {technique}", outcomes["ours"], []
-    for tool, outcome in outcomes.items():
-        peak_mib = outcome.peak_bytes / MIB
-        found.append(measured(f"{name}, {tool}: peak of all tensors in a step", peak_mib, "MiB", COMMAND))
-        found.append(measured(f"{name}, {tool}: a step", outcome.step_s, "s", COMMAND))
-    for tool, bar in OTHERS.items() if len(outcomes) > 1 else ():
-        against, share = f"{name}, ours against {tool}", ours.peak_bytes / outcomes[tool].peak_bytes
-        times = outcomes[tool].step_s / ours.step_s
-        found.append(measured(f"{against}, peak of all tensors", share, "ratio", COMMAND, at_most=bar))
-        found.append(measured(f"{against}, times as fast a step", times, "ratio", COMMAND))
+def entries_of(technique: str, peaks: dict[str, int]) -> list[Entry]:
+    """Each tool's peak in bytes, and how ours compares with the other tools that ran."""
+    name = f"vocabulary, {technique}"
+    found = [
+        measured(f"{name}, {tool}: peak of all tensors in a step", peak / MIB, "MiB", COMMAND)
+        for tool, peak in peaks.items()
+    ]
+    for tool in filter(peaks.get, OTHERS):
+        against, share = f"{name}, ours against {tool}, peak of all tensors", peaks["ours"] / peaks[tool]
+        found.append(measured(against, share, "ratio", COMMAND, at_most=OTHERS[tool]))
     return found

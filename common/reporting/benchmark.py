@@ -2,20 +2,15 @@
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from common.base.paths import REPOSITORY
 from common.records.store import Record
 from common.reporting.columns import Column, Table
-from common.reporting.rows import NOT_RUN, Row
+from common.reporting.rows import NOT_RUN
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-ERROR = re.compile(
-    r"planner, (?P<by>.+?) against (?P<with>.+?)(, (?P<points>\d+) points)?: (?P<error>mean|worst) error.*"
-)
-"""Names of how far the planner or its dry run is off: from what, over how many points."""
 FAILS = "**no**"
 SIGNS = {"at least": "≥", "at most": "≤"}
 
@@ -27,29 +22,19 @@ def read_entries() -> list[Entry]:
     return json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
 
 
-def _planner_errors(_: list[Record]) -> list[Row]:
-    """Return what the planner is compared with, each with the entries of mean and worst error."""
-    rows: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
+def _entries(_: list[Record]) -> Iterator[Entry]:
+    """Yield all entries, with the part of the benchmark that measures them."""
     for entry in read_entries():
-        if found := ERROR.fullmatch(entry["name"]):
-            rows[found["with"], found["by"]].append({**entry, **found.groupdict()})
-    return [{**entries[0], "entries": entries} for entries in rows.values()]
+        part, rest = re.match(r"(\w*)(.*)", _said(entry["name"])).groups()
+        yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
 
 
-def _other_planner_entries(_: list[Record]) -> list[Entry]:
-    return [
-        {**entry, "what": _said(entry["name"].removeprefix("planner, "))}
-        for entry in read_entries()
-        if entry["name"].startswith("planner, ") and not ERROR.fullmatch(entry["name"])
-    ]
+def _with_bars(records: list[Record]) -> list[Entry]:
+    return [entry for entry in _entries(records) if entry["bar"] is not None]
 
 
-def _with_bars(_: list[Record]) -> Iterator[Entry]:
-    """Yield the entries that have a bar, with the part of the benchmark that measures them."""
-    for entry in read_entries():
-        if entry["bar"] is not None:
-            part, rest = re.match(r"(\w*)(.*)", _said(entry["name"])).groups()
-            yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
+def _of_planner(records: list[Record]) -> list[Entry]:
+    return [entry for entry in _entries(records) if entry["part"] == "Planner"]
 
 
 def _said(name: str) -> str:
@@ -83,32 +68,8 @@ def _holds(entry: Entry) -> str:
     return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: FAILS, None: ""}[entry["holds"]]
 
 
-def _together(row: Row, shown: Callable[[Entry], str]) -> str:
-    """Return what is shown of a row's entries side by side; `not run` once."""
-    known = list(filter(None, map(shown, row["entries"])))
-    return NOT_RUN if set(known) == {NOT_RUN} else ", ".join(known)
-
-
-def _all_hold(row: Row) -> str:
-    """Return the verdict on all bars; empty: there are none."""
-    verdicts = [_holds(entry) for entry in row["entries"]]
-    return next((verdict for verdict in (FAILS, NOT_RUN, "yes") if verdict in verdicts), "")
-
-
-FIGURES = (Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
-WHAT = Column("What", "what")
+FIGURES = (Column("What", "what"), Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
 TABLES = {
-    "bench": Table(_with_bars, (Column("Part", "part"), WHAT, *FIGURES), shared=("Part",)),
-    "planner-errors": Table(
-        _planner_errors,
-        (
-            Column("Compared with", "with"),
-            Column("Planned by", "by"),
-            Column("Points", "points", none=""),
-            Column("Mean, worst error", lambda row: _together(row, _measured)),
-            Column("Allowed", lambda row: _together(row, _bar).replace("≤ ", "")),
-            Column("Holds", _all_hold),
-        ),
-    ),
-    "planner-others": Table(_other_planner_entries, (WHAT, *FIGURES)),
+    "bench": Table(_with_bars, (Column("Part", "part"), *FIGURES), shared=("Part",)),
+    "bench-planner": Table(_of_planner, FIGURES),
 }

@@ -188,9 +188,9 @@ def test_each_zero_stage_trains_on_both_gpus(trained: Callable, stage: str) -> N
 
 def planned_and_found_gib(point: Point) -> tuple[float, float]:
     """Peak allocated memory of a step, by the closed form and on the GPU."""
-    found_gib = watched_steps(point.run, point.batch, "cuda").peak_gib
+    found_gib = watched_steps(point.step.run, point.step.batch, "cuda").peak_gib
     architecture = read_architecture(point.model)
-    closed = device_memory(architecture, job_of_run(point.run, point.batch), whole_model(architecture))
+    closed = device_memory(architecture, job_of_run(point.step.run, point.step.batch), whole_model(architecture))
     return closed.allocated_gib, found_gib
 
 
@@ -202,7 +202,7 @@ def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, 
     point = Point(technique, "llama-3.2-1b", rows=2, length=1024, gradient_checkpointing=checkpointing)
     planned_gib, found_gib = planned_and_found_gib(point)
     assert planned_gib == pytest.approx(found_gib, rel=0.08)
-    assert dry_run(point.run, point.batch).peak_gib == pytest.approx(found_gib, rel=0.08)
+    assert dry_run(point.step.run, point.step.batch).peak_gib == pytest.approx(found_gib, rel=0.08)
 
 
 @pytest.mark.usefixtures("gpu", "emptied_gpu")
