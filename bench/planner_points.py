@@ -10,22 +10,30 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
-from common.checks.fake_steps import mark_segments
 from common.checks.folder_training import tried_by_folder
+from common.checks.preflight import StepClock
 from common.checks.tried_rows import rows_of_length
-from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
+from common.hardware.devices import (
+    GIB,
+    Gpu,
+    MemoryReading,
+    find_gpu,
+    forget_peak,
+    gpu_of_device,
+    gpus,
+    read_memory,
+)
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, memory_with_overhead
 from common.planning.job import BatchShape
@@ -36,7 +44,7 @@ from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 
 STEPS = 2
-"""The second has optimizer states from its start, and is the one that counts."""
+"""The second has optimizer states from its start, and so the highest peak."""
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
@@ -160,56 +168,17 @@ def small_card_points(card: str) -> list[Point]:
 # -- one point, in its own process
 
 
-class PeakWatch(TrainerCallback):
-    """Told the step's segments as the dry run's tracker is; keeps a device's highest memory in each, in GiB.
+def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> MemoryReading:
+    """Return a device's memory after two optimizer steps by the technique's own workflow, whose peak is the second's.
 
-    What precedes the first layer, such as the batch on its way, is `load`.
+    A CPU, on which points are rehearsed, has the process's memory instead.
     """
-
-    def __init__(self, device: str) -> None:
-        """Begin before the first step; a CPU, on which points are rehearsed, has the process's memory instead."""
-        self.device, self.segment, self.reserved_gib = device, "load", 0.0
-        self.segments_gib: dict[str, float] = {}
-
-    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
-        """Have the layers tell where they begin."""
-        mark_segments(model, self)
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Forget the step before."""
-        self.restart()
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        """Begin the update; the gradients were clipped before."""
-        self.enter("optimizer: step")
-
-    def enter(self, segment: str, new_part: str = "") -> None:
-        """From now on the peak is of `segment`; what is made is not told apart here."""
-        self.remember()
-        self.segment = segment
-
-    def restart(self) -> None:
-        """Forget all that was: the next step counts."""
-        self.remember()
-        self.segment = "load"
-        self.segments_gib.clear()
-
-    def remember(self) -> None:
-        """Note the peak since the last time, and look for the next."""
-        memory = read_memory(self.device)
-        self.segments_gib[self.segment] = max(memory.peak_gib, self.segments_gib.get(self.segment, 0.0))
-        self.reserved_gib = max(self.reserved_gib, memory.peak_reserved_gib or 0.0)
-        forget_peak(self.device)
-
-
-def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
-    """Two optimizer steps by the technique's own workflow on `device`; the memory of the second, by segment."""
-    watch, asked = PeakWatch(device), replace(run, max_steps=2, per_device_train_batch_size=batch.rows)
+    asked = replace(run, max_steps=STEPS, per_device_train_batch_size=batch.rows)
+    from_the_first_step_on = StepClock([], partial(forget_peak, device))
     with tempfile.TemporaryDirectory() as folder:
-        log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [watch])
+        log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [from_the_first_step_on])
         tried_by_folder(log, rows_of_length(asked, batch.length))
-    watch.remember()
-    return watch
+    return read_memory(device)
 
 
 def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
@@ -219,15 +188,10 @@ def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
         # a card's context takes its share of it; here it lies outside of what the fraction caps
         torch.cuda.set_per_process_memory_fraction((find_gpu(point.card).memory_gib - CONTEXT_GIB) / total_gib)
     try:
-        watch = watched_steps(replace(point.run, device=device), point.batch, device)
+        memory = watched_steps(replace(point.run, device=device), point.batch, device)
     except torch.OutOfMemoryError:
         return {"outcome": "oom"}
-    return {
-        "outcome": "ran",
-        "allocated_gib": max(watch.segments_gib.values()),
-        "reserved_gib": watch.reserved_gib,
-        "segments_gib": watch.segments_gib,
-    }
+    return {"outcome": "ran", "allocated_gib": memory.peak_gib, "reserved_gib": memory.peak_reserved_gib}
 
 
 # -- all points
@@ -247,7 +211,7 @@ def measured_point(point: Point, here: Gpu, measure_one: Callable[[Point], dict[
         "planned_with_overhead_gib": planned.peak_gib,
         "capacity_gib": gpu.memory_gib,
         "dry_run_gib": None,
-        **dict.fromkeys(("allocated_gib", "reserved_gib", "segments_gib")),
+        **dict.fromkeys(("allocated_gib", "reserved_gib")),
         **outcome,
         "torch": torch.__version__,
         "gpu": here.name,

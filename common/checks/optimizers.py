@@ -1,14 +1,14 @@
 """Optimizers and schedules of the learning rate, tried on a few weights before a model loads."""
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
 from common.models.loading import weight_dtype
-from common.tasks.objectives import objective_of
-from common.training.optimizers import make_schedule, optimizer_class, waits_for_validation, warmup_steps
+from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 
 OTHER_OPTIMIZERS = f"Choose another one, such as {', '.join(SHARDED_OPTIMIZERS)}."
 OTHER_SCHEDULES = "Choose another one, such as cosine, linear or constant_with_warmup."
@@ -69,18 +69,12 @@ def check_schedule(run: RunConfig, steps: int) -> None:
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, OTHER_SCHEDULES, "followed"):
         schedule = make_schedule(optimizer, run, steps)
-        if not waits_for_validation(schedule):
-            warmup = warmup_steps(run, steps)
+        if isinstance(schedule, LambdaLR):
+            warmup = training_arguments(run).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    if objective_of(run).higher_is_better:
-        raise BadInputError(
-            f"{what} waits for a lower loss, but this task is validated by a score that is to rise. {OTHER_SCHEDULES}"
-        )
-    if max(schedule.min_lrs) > run.peak_learning_rate:
-        raise BadInputError(
-            f"{what} keeps the learning rate above {max(schedule.min_lrs)}, but learning_rate is "
-            f"{run.peak_learning_rate}. {OTHER_SCHEDULES}"
-        )
+    raise BadInputError(
+        f"{what} follows what validations find, but the learning rate here follows the steps alone. {OTHER_SCHEDULES}"
+    )

@@ -3,8 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from common.base.paths import REPOSITORY
@@ -13,14 +12,10 @@ from common.reporting.columns import Column, Table
 from common.reporting.rows import NOT_RUN, Row
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-WORST = re.compile(r"(?P<what>(.*: )?worst error) \((?P<point>.*)\)")
-"""Names that say which point was worst."""
 ERROR = re.compile(
     r"planner, (?P<by>.+?) against (?P<with>.+?)(, (?P<points>\d+) points)?: (?P<error>mean|worst) error.*"
 )
-"""Names of how far the planner, or another tool, is off: from what, over how many points."""
-SOONER = re.compile(r"ours against (.+), times as soon at the loss")
-ONE_TOOL = re.compile(r" --tool \S+")
+"""Names of how far the planner or its dry run is off: from what, over how many points."""
 FAILS = "**no**"
 SIGNS = {"at least": "≥", "at most": "≤"}
 
@@ -33,7 +28,7 @@ def read_entries() -> list[Entry]:
 
 
 def _planner_errors(_: list[Record]) -> list[Row]:
-    """Return what the planner and fitcheck-llm are compared with, each with the entries of mean and worst error."""
+    """Return what the planner is compared with, each with the entries of mean and worst error."""
     rows: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in read_entries():
         if found := ERROR.fullmatch(entry["name"]):
@@ -57,42 +52,9 @@ def _with_bars(_: list[Record]) -> Iterator[Entry]:
             yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
 
 
-def _by_command(_: list[Record]) -> list[Entry]:
-    """Return all entries by the command that measures them, with what their names share as their part."""
-    by_command: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in read_entries():
-        by_command[ONE_TOOL.sub("", entry["command"])].append(entry)
-    prefixes = {command: _prefix(entry["name"] for entry in entries) for command, entries in by_command.items()}
-    return [
-        {
-            **entry,
-            "part": prefixes[command].rstrip(",: "),
-            "command": command,
-            "what": _said(entry["name"].removeprefix(prefixes[command])),
-        }
-        for command, entries in by_command.items()
-        for entry in entries
-    ]
-
-
-def _worst_points(_: list[Record]) -> list[Row]:
-    """Return at which point each worst error of the planner was found: planned of found memory."""
-    names = (entry["name"] for entry in read_entries() if entry["name"].startswith("planner, "))
-    return [found.groupdict() for found in map(WORST.fullmatch, names) if found]
-
-
-def _prefix(names: Iterable[str]) -> str:
-    """Return what names share at their beginning, up to a comma or a colon."""
-    equal = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    shared = "".join(letters[0] for letters in equal)
-    end = max(shared.rfind(", "), shared.rfind(": "))
-    return shared[: end + 2] if end >= 0 else ""
-
-
 def _said(name: str) -> str:
     """Return a name that fits a table, without the point of a worst error."""
-    worst = WORST.fullmatch(name)
-    return SOONER.sub(r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(f" {NOT_RUN}")
+    return re.sub(r"(?<=worst error) \(.*\)", "", name).removesuffix(f" {NOT_RUN}")
 
 
 # -- columns
@@ -134,18 +96,9 @@ def _all_hold(row: Row) -> str:
 
 
 FIGURES = (Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
-PART, WHAT, COMMAND = Column("Part", "part"), Column("What", "what"), Column("Command", "command", "`{}`")
+WHAT = Column("What", "what")
 TABLES = {
-    "bench": Table(_with_bars, (PART, WHAT, *FIGURES), shared=("Part",)),
-    "bench-all": Table(_by_command, (PART, COMMAND, WHAT, *FIGURES), shared=("Part", "Command")),
-    "bench-worst": Table(
-        _worst_points,
-        (
-            Column("What", lambda row: row["what"].partition(", ")[2].removesuffix(": worst error")),
-            Column("Point", "point"),
-        ),
-        line="- {What}: {Point}",
-    ),
+    "bench": Table(_with_bars, (Column("Part", "part"), WHAT, *FIGURES), shared=("Part",)),
     "planner-errors": Table(
         _planner_errors,
         (
