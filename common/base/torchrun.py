@@ -14,6 +14,7 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
 """And torchrun besides, with its run's id."""
 RUN_ID = "TORCHELASTIC_RUN_ID"
+NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 """Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -66,7 +67,7 @@ def folder_of_user() -> Path:
 
 
 def check_told(environment: Mapping[str, str]) -> None:
-    """Refuse an environment with a part of what a launcher tells a rank.
+    """Refuse an environment with a part of what a launcher tells a rank, or with what no rank is told.
 
     Raises:
         BadInputError: With the variables, and how to go on.
@@ -77,13 +78,25 @@ def check_told(environment: Mapping[str, str]) -> None:
         return
     needed = (*TOLD, *TOLD_BY_TORCHRUN) if RUN_ID in told else TOLD
     missing = [name for name in needed if not told.get(name)]
-    if missing:
+    if missing or not _is_of_a_rank(told):
         have = ", ".join(f"{name}={begin_of(value, 40)!r}" for name, value in told.items())
+        wrong = f"no {' and no '.join(missing)}" if missing else "these are not the numbers of one rank among others"
         raise BadInputError(
-            f"The environment has {have}, but no {' and no '.join(missing)}: a launcher tells each rank all of these. "
-            f"Remove what is left of another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate "
-            "launch or `python -m common.launch`."
+            f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. Remove what is left of "
+            f"another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate launch or `python -m "
+            "common.launch`."
         )
+
+
+def _is_of_a_rank(told: Mapping[str, str]) -> bool:
+    """Return whether the variables that are numbers go together."""
+    try:
+        numbers = {name: int(value) for name, value in told.items() if name not in NO_NUMBERS}
+    except ValueError:
+        return False
+    rank, ranks, local_rank = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+    ranks_here = numbers.get("LOCAL_WORLD_SIZE", ranks)
+    return 0 <= local_rank <= rank < ranks and local_rank < ranks_here <= ranks and 0 < numbers["MASTER_PORT"] < 2**16
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:

@@ -200,20 +200,7 @@ _CATALOGUE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(
 CATALOGUE = tuple(
     Gpu(**row | {"tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"]}) for row in _CATALOGUE["gpus"]
 )
-MACHINES = tuple(Machine(**row) for row in _CATALOGUE["machines"])
-
-
-def find_machine(name: str) -> Machine:
-    """Return the machine of that name.
-
-    Raises:
-        BadInputError: The catalogue has none.
-    """
-    for machine in MACHINES:
-        if machine.name == name:
-            return machine
-    known = ", ".join(machine.name for machine in MACHINES)
-    raise BadInputError(f"The machine {name!r} is not in the catalogue: choose one of {known}.")
+MACHINES = {row["name"]: Machine(**row) for row in _CATALOGUE["machines"]}
 
 
 CPU_DEVICE = "CPU, 1 thread"

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
-from common.hardware.devices import Machine, find_gpu, find_machine
+from common.hardware.devices import MACHINES, Machine, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, job_of_run, make_plan
@@ -151,7 +151,7 @@ def _as_published(result: dict[str, Any]) -> Fleet:
         gradient_accumulation_steps=result["accumulation_steps"],
     )
     batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary, task=run.task)
-    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
+    return Fleet(MACHINES[result["machine"]], result["machines"], run, batch)
 
 
 def _as_ours(result: dict[str, Any]) -> Fleet:
@@ -164,7 +164,7 @@ def _as_ours(result: dict[str, Any]) -> Fleet:
         target_length=run.max_target_length,
         task=run.task,
     )
-    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
+    return Fleet(MACHINES[result["machine"]], result["machines"], run, batch)
 
 
 def _costs(records: list[Record]) -> Iterator[Row]:

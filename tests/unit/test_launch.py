@@ -61,7 +61,7 @@ def these_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     [
         ([], 1, "none can be seen"),
         ([A6000], 2, r"2 GPU.*1 can be seen: use `python my_workflow_<technique>.py --devices 1`"),
-        ([A6000] * 3, 4, r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3` \(\d+\.\d of 47"),
+        ([A6000] * 3, 4, r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3`"),
     ],
 )
 def test_missing_gpus_are_refused_with_the_command_for_those_there_are(

@@ -69,12 +69,21 @@ def test_an_environment_that_is_whole_is_taken(environment: dict[str, str]) -> N
         *((without(BY_HAND, name), f"no {name}") for name in TOLD),
         *((without(BY_TORCHRUN, name), f"no {name}") for name in TOLD_BY_TORCHRUN),
         (BY_HAND | {"MASTER_ADDR": ""}, "no MASTER_ADDR"),
+        *((BY_HAND | {name: text}, name) for name in without(BY_HAND, "MASTER_ADDR") for text in ("x", "-1", "1.5")),
+        (BY_HAND | {"RANK": "9" * 5000}, "RANK"),
+        (BY_HAND | {"RANK": "5"}, "RANK"),
+        (BY_HAND | {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        (BY_HAND | {"RANK": "0"}, "LOCAL_RANK"),
+        (BY_HAND | {"MASTER_PORT": "70000"}, "MASTER_PORT"),
+        (BY_TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE"),
+        (BY_TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK"),
+        (BY_TORCHRUN | {"TORCHELASTIC_MAX_RESTARTS": "many"}, "TORCHELASTIC_MAX_RESTARTS"),
         *(({name: size}, name) for name in MPI_SIZES for size in ("2", "x")),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS"),
     ],
 )
-def test_half_an_environment_is_refused_by_name(
+def test_half_an_environment_or_values_of_no_rank_are_refused_by_name(
     environment: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "isatty", lambda _: False)
