@@ -999,14 +999,14 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "rows on disk come in the order of their file, whichever were asked for",
-        "common/data/rows.py",
-        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in numbers])\n",
-        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in sorted(numbers)])\n",
+        "common/data/stored_rows.py",
+        "        return RowsOnDisk(self._mapped.select(numbers))\n",
+        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(
         "the rows that were in memory are lost when the others go to the disk",
-        "common/data/rows.py",
+        "common/data/stored_rows.py",
         "            return _on_disk(chain(held, following))\n",
         "            return _on_disk(following)\n",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
