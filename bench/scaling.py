@@ -8,9 +8,9 @@ from bench.apart import measured_apart
 from bench.entries import Entry, measured
 from bench.recipe import TECHNIQUES, TrialOfEpochs, load_material, load_model
 from common.base.run_config import RunConfig
+from common.measuring.ceiling import measure_machine_ceiling
 from common.models.families import suited_to_model
 from common.runtime.rank import rank_started
-from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel
 from common.training.loop import TrainingLoop
 

@@ -13,8 +13,8 @@ from accelerate.utils.other import get_free_port
 def cut_short() -> None:
     """Have runs measure and flush less; called before a workflow is imported, which takes the measurements by name."""
     for name, measure in (
-        ("training.pipeline_measure", "measure_pipeline"),
-        ("training.ceiling", "measure_machine_ceiling"),
+        ("measuring.pipeline_measure", "measure_pipeline"),
+        ("measuring.ceiling", "measure_machine_ceiling"),
     ):
         module = importlib.import_module(f"common.{name}")
         setattr(module, measure, partial(getattr(module, measure), steps=1, rounds=1))

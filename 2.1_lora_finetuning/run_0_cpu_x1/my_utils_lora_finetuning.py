@@ -9,10 +9,10 @@ from trl import SFTConfig, SFTTrainer
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.data.splits import tokenized
+from common.measuring.beside import trained_beside
 from common.models.trained_weights import add_lora
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank
-from common.training.beside import trained_beside
 from common.training.optimizers import training_arguments
 from common.training.steps import load
 

@@ -5,11 +5,11 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.data.splits import tokenized
+from common.measuring.beside import trained_beside
+from common.measuring.ceiling import measure_machine_ceiling
 from common.models.trained_weights import add_lora
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.recorder import Trial
-from common.training.beside import trained_beside
-from common.training.ceiling import measure_machine_ceiling
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
 from common.training.steps import load

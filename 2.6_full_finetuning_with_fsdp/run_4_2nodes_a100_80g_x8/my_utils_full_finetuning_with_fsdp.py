@@ -8,12 +8,12 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
+from common.measuring.beside import trained_beside
+from common.measuring.ceiling import measure_machine_ceiling
 from common.models.loading import weight_dtype, what_to_load
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.recorder import Trial
-from common.training.beside import trained_beside
-from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments

@@ -2,9 +2,9 @@
 
 import pandas as pd
 
+from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import Placement
 from common.training.loop import TrainingLoop
-from common.training.pipeline_measure import measure_pipeline
 from common.training.steps import Metrics
 
 

@@ -5,14 +5,14 @@ from transformers import PreTrainedModel
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.data.splits import tokenized
+from common.measuring.ceiling import measure_machine_ceiling
+from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import place_stages
 from common.runtime.recorder import RunRecorder
 from common.training import export
-from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel, exchanging, load_replica
 from common.training.loop import TrainingLoop
 from common.training.pipeline import Pipeline, trained_stage
-from common.training.pipeline_measure import measure_pipeline
 from common.training.steps import Metrics, Tokenizer
 from common.training.tensor_parallel import load_columns, mesh_of_all, split_by_plan
 

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from common.base.run_config import RunConfig
 from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
+from common.measuring.pipeline_measure import full_batches, ideal_speedup, measure_pipeline, speedups
 from common.models.stages import PassThrough, cut
 from common.runtime.world import Rank
 from common.training.loop import TrainingLoop
 from common.training.pipeline import PassClock, Pipeline, trained_stage
-from common.training.pipeline_measure import full_batches, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import Stage
 from tests.unit.pipeline_worker import cases, save_toy, stage_map_of
 from tests.unit.ranks import found_by_ranks
