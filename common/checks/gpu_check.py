@@ -66,13 +66,13 @@ COLUMN_WIDTHS = (18, 13, 7, 8, 7, 8, 27)  # with two spaces between them, the ta
 MACHINE, TESTS = "machine", "tests/gpu"
 TEST_PACKAGES = ("pytest", "tensorboard")  # without these most of `tests/gpu` cannot run
 NOT_SHARED = "--ignore=tests/gpu/test_shared_gpu.py"  # of `tests/gpu`: it takes ten minutes
-# of assets/model_configs, by task, largest first; others read a decoder
+# of assets/model_configs, by the kind of a task's model, largest first
 SHAPES = {
-    "classification": ("roberta-large",),
-    "summarization": ("bart-large-cnn",),
-    "visual_questions": ("smolvlm-instruct",),
+    "decoder": ("qwen2.5-7b", "llama-3.2-3b", "llama-3.2-1b"),
+    "encoder": ("roberta-large",),
+    "encoder-decoder": ("bart-large-cnn",),
+    "vision-language": ("smolvlm-instruct",),
 }
-DECODERS = ("qwen2.5-7b", "llama-3.2-3b", "llama-3.2-1b")
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
 
@@ -193,12 +193,12 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
     with_bf16 = "bf16" if own.goal.chats else "bf16-mixed"
     settings |= {
         "device": "cuda",
-        "devices": 1 if parallel == "single" else devices.count,
+        "devices": 1 if PARALLELISMS[parallel].is_single else devices.count,
         "stages": 0,
         "parallel": parallel,
         "precision": with_bf16 if devices.has_bf16 else "fp32",
     }
-    shapes = SHAPES.get(own.task, DECODERS)
+    shapes = SHAPES[own.goal.model_kind]
     for shape in shapes if own.method.has_adapters else shapes[-1:]:
         run = replace(own, **settings, model=shape)
         plan = plan_run(run, batch_of_length(run, tokens), devices.card)
@@ -211,7 +211,7 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
 
 def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
     """Run a preflight of a run folder: what it measured beside what was planned, or why it refuses these devices."""
-    if devices.count == 1 and parallel_on(own, devices) != "single":
+    if devices.count == 1 and not PARALLELISMS[parallel_on(own, devices)].is_single:
         return {"status": LEFT_OUT, "why": "needs two GPUs, and there is one"}
     try:
         settings = fitting_settings(own, devices)
