@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,8 @@ def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | N
 
 def run_tests(tests: list[str], card: str | None, **memory: Any) -> dict[str, Any]:
     """Return which of some tests, or files of them, pass; on the CPU, of their rehearsal."""
-    return gpu_check.run_tests("cuda" if card else "cpu", TESTS_LIMIT_S, [f"tests/gpu/{test}" for test in tests])
+    kind, limit_s = ("cuda", TESTS_LIMIT_S) if card else ("cpu", REHEARSED_LIMIT_S)
+    return gpu_check.run_tests(kind, limit_s, [f"tests/gpu/{test}" for test in tests])
 
 
 def trial_of(technique: str, name: str) -> Trial:
@@ -134,7 +135,7 @@ PREFLIGHTS = (
     ("3.3_visual_question_answering/run_1_a6000_48g_x1", "3.3_visual_question_answering/run_0_cpu_x1", 0),
 )
 """Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
-PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 240.0
+PAIRS_AT_ONCE, TESTS_LIMIT_S, REHEARSED_LIMIT_S = 3, 240.0, 600.0
 PROFILED = (
     ("full", "compiled, fused AdamW, 4 micro-batches"),
     ("lora", "compiled, cuDNN"),
@@ -202,14 +203,21 @@ def _part(name: str, call: Callable, card: Gpu | None, expected_s: float, limit_
 
 def pair_parts(card: Gpu | None) -> list[Part]:
     """Return what two ranks on one GPU are tried with: each technique, and a rank that starts again."""
+    if card is None:
+        return [_tests_part("shared GPU", ["test_shared_gpu.py"], None, 120)]
     tests = {name: f"test_shared_gpu.py::test_two_ranks_share_a_gpu[{name}]" for name in PAIRS} | {"restart": RESTART}
     return [
-        _part(
-            f"shared GPU: {name}", run_tests, card, 80, TESTS_LIMIT_S + 10,
-            tests=[test], beside=PAIRS_AT_ONCE if card else 1, left_out=not_installed(PAIRS.get(name, ())),
+        _tests_part(
+            f"shared GPU: {name}", [test], card, 80,
+            beside=PAIRS_AT_ONCE, left_out=not_installed(PAIRS.get(name, ())),
         )
         for name, test in tests.items()
     ]  # fmt: skip
+
+
+def _tests_part(name: str, tests: Sequence[str], card: Gpu | None, expected_s: float, **about: Any) -> Part:
+    limit_s = (TESTS_LIMIT_S if card else REHEARSED_LIMIT_S) + 10
+    return _part(name, run_tests, card, expected_s, limit_s, tests=tests, **about)
 
 
 def trial_part(trial: Trial, card: Gpu | None) -> Part:
@@ -284,7 +292,7 @@ def test_parts(card: Gpu | None) -> list[Part]:
     """Return the tests of GPUs: kernels, saves, and all others."""
     about = {"left_out": not_installed(gpu_check.TEST_PACKAGES)}
     return [
-        _part(f"tests: {', '.join(files)}", run_tests, card, expected_s, TESTS_LIMIT_S + 10, tests=files, **about)
+        _tests_part(f"tests: {', '.join(files)}", files, card, expected_s, **about)
         for files, expected_s in TEST_FILES.items()
     ]
 
