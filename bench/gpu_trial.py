@@ -22,7 +22,8 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.folder_training import tried_by_folder
 from common.checks.gpu_check import NoRoomError
-from common.checks.preflight import StepClock, planned_step_s
+from common.checks.measured_steps import StepClock
+from common.checks.preflight import planned_step_s
 from common.checks.tried_rows import batch_of_length, rows_of_length
 from common.hardware.devices import Gpu, forget_peak, read_memory
 from common.models.families import suited_to_model

@@ -3,7 +3,7 @@
 import json
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,10 @@ from bench.lease_schedule import Part
 from bench.planner_points import Point
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.checks import gpu_check, preflight, shared_gpu
+from common.checks import gpu_check, preflight
 from common.checks.gpu_check import NoRoomError
 from common.checks.machine_facts import facts
 from common.checks.processes import not_installed
-from common.checks.shared_gpu import LIMIT_S, PAIRS, RESTART, SMOKE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB
@@ -71,11 +70,6 @@ def look_at_machine(**card: Any) -> dict[str, Any]:
     return facts()
 
 
-def share_gpu(pair: str, card: str | None, **memory: Any) -> dict[str, Any]:
-    """Return what two ranks on one GPU compute beside one device."""
-    return shared_gpu.find_out(pair, "cuda" if card else "cpu")
-
-
 def take_steps(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return a trial's record."""
     return gpu_trial.measure(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
@@ -109,9 +103,10 @@ def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | N
     return planner_points.measured_point(Point(**point), device_of(card, memory_gib), measure)
 
 
-def run_tests(files: list[str], card: str | None, **memory: Any) -> dict[str, Any]:
-    """Return which tests of some files of `tests/gpu` pass; on the CPU, of their rehearsal."""
-    return gpu_check.run_tests("cuda" if card else "cpu", TESTS_LIMIT_S, [f"tests/gpu/{file}.py" for file in files])
+def run_tests(tests: list[str], card: str | None, **memory: Any) -> dict[str, Any]:
+    """Return which of some tests, or files of them, pass; on the CPU, of their rehearsal."""
+    kind, limit_s = ("cuda", TESTS_LIMIT_S) if card else ("cpu", REHEARSED_LIMIT_S)
+    return gpu_check.run_tests(kind, limit_s, [f"tests/gpu/{test}" for test in tests])
 
 
 def trial_of(technique: str, name: str) -> Trial:
@@ -132,13 +127,20 @@ PREFLIGHTS = (
     ("3.3_visual_question_answering/run_1_a6000_48g_x1", "3.3_visual_question_answering/run_0_cpu_x1", 0),
 )
 """Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
-PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 240.0
+PAIRS_AT_ONCE, TESTS_LIMIT_S, REHEARSED_LIMIT_S = 3, 240.0, 600.0
 PROFILED = (
     ("full", "compiled, fused AdamW, 4 micro-batches"),
     ("lora", "compiled, cuDNN"),
 )
-TEST_FILES = {("test_kernels", "test_strategies"): 45, ("test_saves",): 45, ("test_cuda",): 75}
-"""Of `tests/gpu`, and the seconds that they should take; `test_shared_gpu` runs what the pairs do."""
+TEST_FILES = {("test_kernels.py", "test_strategies.py"): 45, ("test_saves.py",): 45, ("test_cuda.py",): 75}
+"""Of `tests/gpu`, and the seconds that they should take."""
+RESTART = "test_shared_gpu.py::test_a_rank_that_is_killed_starts_again"
+PAIRS = {
+    **dict.fromkeys(("2.2 DDP", "2.3 DDP", "2.6 DDP", "2.6 FSDP", "2.6 FSDP, bf16", "2.6 QLoRA"), ()),
+    "2.6 ZeRO-3": ("deepspeed",),
+    **dict.fromkeys(("2.7 PP", "3.1 TP", "3.2 DDP"), ()),
+}
+"""What two ranks on one GPU are tried with, and the packages that it needs."""
 POINTS = 20
 """Of the planner, before other parts: with those that are kept more than its bar asks for."""
 SLOWEST_WEIGHTS_PER_S = 2e9
@@ -191,18 +193,22 @@ def _part(name: str, call: Callable, card: Gpu | None, expected_s: float, limit_
 
 
 def pair_parts(card: Gpu | None) -> list[Part]:
-    """Return what two ranks on one GPU are tried with: messages, each technique, and a rank that starts again."""
-    smoke = _part(f"shared GPU: {SMOKE}", share_gpu, card, 25, LIMIT_S + 10, pair=SMOKE)  # which measures milliseconds
-    at_once = PAIRS_AT_ONCE if card else 1
-    packages = {name: pair.packages for name, pair in PAIRS.items()} | {RESTART: ()}
-    others = [
-        _part(
-            f"shared GPU: {name}", share_gpu, card, 62, LIMIT_S + 10,
-            pair=name, beside=at_once, left_out=not_installed(needed),
+    """Return what two ranks on one GPU are tried with: each technique, and a rank that starts again."""
+    if card is None:
+        return [_tests_part("shared GPU", ["test_shared_gpu.py"], None, 120)]
+    tests = {name: f"test_shared_gpu.py::test_two_ranks_share_a_gpu[{name}]" for name in PAIRS} | {"restart": RESTART}
+    return [
+        _tests_part(
+            f"shared GPU: {name}", [test], card, 80,
+            beside=PAIRS_AT_ONCE, left_out=not_installed(PAIRS.get(name, ())),
         )
-        for name, needed in packages.items()
+        for name, test in tests.items()
     ]  # fmt: skip
-    return [smoke, *others]
+
+
+def _tests_part(name: str, tests: Sequence[str], card: Gpu | None, expected_s: float, **about: Any) -> Part:
+    limit_s = (TESTS_LIMIT_S if card else REHEARSED_LIMIT_S) + 10
+    return _part(name, run_tests, card, expected_s, limit_s, tests=tests, **about)
 
 
 def trial_part(trial: Trial, card: Gpu | None) -> Part:
@@ -266,7 +272,7 @@ def test_parts(card: Gpu | None) -> list[Part]:
     """Return the tests of GPUs: kernels, saves, and all others."""
     about = {"left_out": not_installed(gpu_check.TEST_PACKAGES)}
     return [
-        _part(f"tests: {', '.join(files)}", run_tests, card, expected_s, TESTS_LIMIT_S + 10, files=files, **about)
+        _tests_part(f"tests: {', '.join(files)}", files, card, expected_s, **about)
         for files, expected_s in TEST_FILES.items()
     ]
 

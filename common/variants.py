@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from common.base.command_line import ended_by_one_sentence, silent_if_well
 from common.base.parsing import settings_parser
-from common.checks.folder_runs import first_options, name_of, run_of_arguments
+from common.checks.folder_runs import first_options, name_of, run_of_folder
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
 from common.reporting.rows import clock, own_tables, results_of_this_machine
@@ -28,7 +29,7 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
     with ended_by_one_sentence():
         if options.all:
             sys.exit(run_all(workflow, options.quick, overrides))
-        run = run_of_arguments(workflow, sys.argv[1:])
+        run = run_of_folder(Path(workflow.__file__).parent, sys.argv[1:])
         run_or_launch(workflow.workflow, run, os.path.relpath(workflow.__file__), sys.argv[1:])
 
 
@@ -51,7 +52,7 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
     """
     script, failed, start_s = os.path.relpath(workflow.__file__), [], time.perf_counter()
     settings = [[*setting, *(["--quick"] if is_quick else []), *overrides] for setting in workflow.SETTINGS]
-    runs = [run_of_arguments(workflow, setting) for setting in settings]
+    runs = [run_of_folder(Path(workflow.__file__).parent, setting) for setting in settings]
     with silent_if_well():
         for run in runs:
             check_inputs(run)

@@ -714,7 +714,7 @@ PLANS = (
     ),
     Fault(
         "preflight: the first step, which warms up, is timed",
-        "common/checks/preflight.py",
+        "common/checks/measured_steps.py",
         "zip(self.ends_s, self.ends_s[1:], strict=False))",
         "zip([0.0, *self.ends_s], self.ends_s, strict=False))",
         _unit("preflight", "the_first_step_is_not_timed"),

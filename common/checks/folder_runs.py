@@ -2,9 +2,8 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -54,39 +53,20 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
         BadInputError: it is no run folder, or a value is out of range.
     """
     workflow = literal_file_of(folder)
+    own = read_literal(workflow)
     if not read_lora(workflow):
-        return parse_overrides(read_literal(workflow), arguments, further_options)
-    return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments, further_options)
+        return parse_overrides(own, arguments, further_options)
+    parser = first_options(own)
+    options, overrides = parser.parse_known_args(arguments)
+    defaults = setting_of_folder(folder, options.technique, options.parallel)
+    asked = parse_overrides(defaults, overrides, [*parser.options, *further_options])
+    return quick(asked) if options.quick else asked
 
 
 def import_workflow(script: Path) -> ModuleType:
     """Import one of a run folder's workflows, and return it; paths go on meaning from where the user stands."""
     sys.path.insert(0, str(script.resolve().parent))
     return importlib.import_module(script.stem)
-
-
-def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
-    """Return the run that a workflow's arguments describe, with or without settings.
-
-    Raises:
-        BadInputError: a value is out of range.
-    """
-    if not hasattr(workflow, "SETTINGS"):
-        return parse_overrides(workflow.RUN, arguments)
-    return _run_of_options(workflow.RUN, workflow.defaults_for, arguments)
-
-
-def _run_of_options(
-    run: RunConfig,
-    defaults_for: Callable[[str, str], RunConfig],
-    arguments: Sequence[str],
-    further_options: Sequence[str] = (),
-) -> RunConfig:
-    parser = first_options(run)
-    options, overrides = parser.parse_known_args(arguments)
-    defaults = defaults_for(options.technique, options.parallel)
-    asked = parse_overrides(defaults, overrides, [*parser.options, *further_options])
-    return quick(asked) if options.quick else asked
 
 
 def first_options(run: RunConfig) -> OneSentenceParser:

@@ -252,12 +252,12 @@ def judged(figures: Record) -> Record:
 # -- tests/gpu
 
 
-def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS,)) -> Record:
+def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS, NOT_SHARED)) -> Record:
     """Run the tests of GPUs (on CPU their rehearsal): how many passed, failed and were skipped, and which failed."""
     if missing := not_installed(TEST_PACKAGES):
         return {"status": LEFT_OUT, "why": missing}
     rehearsed = ["--rehearse"] if kind == "cpu" else []
-    ended = run_process(["-m", "pytest", "-q", *tests, NOT_SHARED, *rehearsed], limit_s)
+    ended = run_process(["-m", "pytest", "-q", *tests, *rehearsed], limit_s)
     counts = counts_of(ended.stdout)
     named = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]

@@ -15,55 +15,34 @@ Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question
 import argparse
 import os
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import torch
-from accelerate.utils import gather_object
 from tabulate import tabulate
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import SPEAK_FIRST_S, refuse_half_a_rank, refused_in_one_sentence, silent_if_well
+from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import run_of_folder
-from common.checks.folder_training import device_map_of_rank, tried_by_folder
 from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
+from common.checks.measured_steps import Measured, answered_at_once, measure_all
 from common.checks.optimizers import check_schedule
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
-from common.data.pictures import pixels_of
 from common.data.splits import load_splits
-from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.answering import answering_run, answering_stages, load_answering
-from common.models.freeing import free_model
-from common.models.loading import load_tokenizer, longest_readable
-from common.models.merging import reloaded_difference
+from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, gpu_of_device, gpus, read_memory
+from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
-from common.planning.run_jobs import evaluation_of_run
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
-from common.runtime.rank import rank_started
-from common.runtime.recorder import Trial
-from common.runtime.world import Rank, detect_launcher, is_main_process
-from common.tasks.answers import Judge, independent_judges
-from common.training.export import save_and_free
-from common.training.loop import TrainingLoop
-
-STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
-
+from common.runtime.world import detect_launcher, is_main_process
 
 # -- what is planned
 
@@ -110,86 +89,7 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     return None if row_count is None else run.total_steps(row_count)
 
 
-# -- on the devices
-
-
-@dataclass(eq=False)
-class StepClock(TrainerCallback):
-    """Notes when each optimizer step ended; `devices` (`cpu`, `cuda:0`) are waited for before the clock is read.
-
-    `begin` is called once everything is built, before the first step.
-    """
-
-    devices: Sequence[str]
-    begin: Callable[[], object] = lambda: None
-    ends_s: list[float] = field(default_factory=list)
-
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        """Tell of it."""
-        self.begin()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Note the time."""
-        for device in self.devices:
-            if device != "cpu":
-                torch.accelerator.synchronize(device)
-        self.ends_s.append(time.perf_counter())
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds of a step, the first one left out."""
-        return median(end_s - start_s for start_s, end_s in zip(self.ends_s, self.ends_s[1:], strict=False))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
-
-    `peak_gib` is that of the training steps. `logit_difference` is the largest absolute one between what was trained
-    and what was reloaded: on the first rank that knows the trained model's, or on all that share one; others have 0.
-    """
-
-    rank: int
-    device: str
-    peak_gib: float
-    validation_peak_gib: float
-    merging_peak_gib: float
-    answers_peak_gib: float
-    capacity_gib: float
-    step_time_s: float
-    validation_time_s: float
-    answers_time_s: float
-    logit_difference: float
-
-
-@contextmanager
-def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
-    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out.
-
-    Peaks of memory are those of the phase; on CPU of the process.
-    """
-    start_s = time.perf_counter()
-    for device in rank.devices:
-        forget_peak(device)
-    if rank.is_main:
-        print(f"{name} ...")
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        if not rank.is_main:
-            time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
-        memories = {device: read_memory(device) for device in rank.devices}
-        device, memory = max(memories.items(), key=lambda pair: pair[1].peak_gib / pair[1].total_gib)
-        print(
-            f"error: {name}: out of memory on {device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
-            f"allocated; {remedy}.",
-            file=sys.stderr,
-        )
-        sys.exit(1)
-    if rank.is_main:
-        print(f"{name}: {time.perf_counter() - start_s:.1f} s")
+# -- the answer
 
 
 def planned_gib(plan: Plan | None, number: int) -> float | None:
@@ -201,137 +101,6 @@ def planned_gib(plan: Plan | None, number: int) -> float | None:
         return None
     memory = plan.devices[number]
     return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
-
-
-def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
-    """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
-    said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
-    is_foreseen = plan and not plan.may_fit
-    by_plan = plan.max_batch_size if is_foreseen else 0
-    is_known = is_foreseen and run.micro_batches == 1  # fewer rows may fit in fewer micro-batches
-    fitting, parts = by_plan or (0 if is_known else rows // 2), run.micro_batches
-    if fitting == 0:
-        return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
-    if fitting >= parts:
-        fitting, divided = fitting - fitting % parts, ""
-    else:
-        needs_gpipe = run.schedule == "1f1b" and fitting < run.stage_count
-        divided = f" --micro_batches {fitting}" + " --schedule gpipe" * needs_gpipe
-    accumulated = -(-rows * run.gradient_accumulation_steps // fitting)
-    return f"{said}try --batch_size {fitting}{divided} --gradient_accumulation_steps {accumulated}"
-
-
-def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder: Path) -> list[Measured]:
-    """Build, train, validate, save and reload on this rank's devices; `folder` takes what is saved, of all ranks.
-
-    Raises:
-        SystemExit: memory ran out; the sentence has been said.
-        RuntimeError: what was saved is not what was trained.
-    """
-    elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
-    smaller = smaller_batch(run, len(rows.train), placement.plan)
-    with ExitStack() as begun:  # the folder's function builds and trains: the clock hears where the one ends
-
-        def begin_steps() -> None:
-            begun.close()
-            begun.enter_context(phase(f"{STEPS} steps on the longest batch", rank, smaller))
-
-        begun.enter_context(phase("build model", rank, elsewhere))
-        clock = StepClock(rank.devices, begin_steps)
-        tried = replace(run, max_steps=STEPS, report_to="none")
-        loop = tried_by_folder(Trial(tried, rank, folder, [clock]), rows, placement)
-        training = [read_memory(device) for device in rank.devices]
-    half = len(rows.validation) // 2 or 1
-    fewer = f"validation and answers have batches of their own: pass --per_device_eval_batch_size {half}"
-    with phase("validation of one batch", rank, fewer):
-        start_s = time.perf_counter()
-        loop.validate()  # ends with metrics on the host, so that the devices have finished
-        validation_time_s = time.perf_counter() - start_s
-        validation = [read_memory(device) for device in rank.devices]
-    with phase("save and reload", rank, elsewhere):
-        difference = save_and_reload(loop, placement, folder)
-        merging = [read_memory(device) for device in rank.devices]
-    with phase("answers to one batch", rank, fewer):
-        start_s = time.perf_counter()
-        answer_one_batch(run, rows, placement, rank)
-        answers_time_s = time.perf_counter() - start_s
-        answers = [read_memory(device) for device in rank.devices]
-    return [
-        Measured(
-            rank.rank,
-            device,
-            trained.peak_gib,
-            *(memory.peak_gib for memory in others),
-            trained.total_gib / (rank.world_size if device == "cpu" else 1),
-            clock.step_time_s,
-            validation_time_s,
-            answers_time_s,
-            difference,
-        )
-        for device, trained, *others in zip(rank.devices, training, validation, merging, answers, strict=True)
-    ]
-
-
-def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> float:
-    """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
-
-    On the first rank that knows the trained model's, or on all that share one. The trained model is freed, so that a
-    device holds one model at a time.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
-    """
-    run, rank = loop.run, loop.rank
-    batch, expected, compares = save_and_free(loop, folder)
-    if not (compares or answering_stages(run) > 1):
-        return 0.0
-    load = partial(load_answering, run, rank, device_map=device_map_of_rank(placement, rank))
-    return reloaded_difference(answering_run(run), folder, load, batch, expected, loop.log.memory) or 0.0
-
-
-@torch.no_grad()
-def answer_one_batch(run: RunConfig, rows: Rows, placement: Placement, rank: Rank) -> None:
-    """Answer (summarize, label) as many of the longest rows as the run does at once, with the base as it loads it.
-
-    The base and the independent judge compare the answers, as they do before training.
-    """
-    model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(placement, rank)), load_tokenizer(run)
-    answered = list(islice(cycle(rows.validation), answered_at_once(run, rows, answering_stages(run))))
-    readable = longest_readable(model.config)
-    room = max(1, readable - run.max_new_tokens) if readable and run.goal.chats else None
-    prompts = {"input_ids": [row["input_ids"][:room] for row in answered]}
-    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
-    if run.goal.sees:
-        batch.update(pixels_of([row["picture"] for row in answered], tokenizer))
-    batch = batch.to(model.device)
-    if run.goal.classifies:
-        model(**batch)
-    else:
-        length = {"min_new_tokens": run.max_new_tokens, "max_new_tokens": run.max_new_tokens}
-        beams = run.num_beams if run.goal.summarizes else 1
-        generated = model.generate(**batch, do_sample=False, num_beams=beams, **length)
-    if run.goal.is_judged:
-        answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        texts = (answers, answers, [None] * len(answers))
-        Judge("base", model, tokenizer).judge(texts, range(len(answers)))
-        for judge in independent_judges(run, rank.device):
-            judge.judge(texts, range(answered_at_once(run, rows, stages=1)))
-    free_model(model)
-
-
-def answered_at_once(run: RunConfig, rows: Rows, stages: int) -> int:
-    """Return the rows of the run's largest batch of a model that `stages` ranks share: no more than the test has."""
-    return evaluation_of_run(run, batch_of(run, rows)).answered(stages, run.world_size // stages)
-
-
-def measure_all(run: RunConfig, rows: Rows, placement: Placement) -> list[Measured]:
-    """Return on every rank what `measure` found on the devices of all ranks, in their order."""
-    with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as own_folder:
-        folder = Path(gather_object([own_folder])[0])  # stages save parts of one model
-        return gather_object(measure(run, rows, placement, rank, folder))
-
-
-# -- the answer
 
 
 def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) -> str:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import IO, Any
 
@@ -26,21 +26,18 @@ INSTALLED_BY = {
     "liger_kernel": ".venv/bin/pip install liger-kernel",
     "pytest": ".venv/bin/pip install pytest",
 }
-POLL_S = 0.05
 END_S = 5.0  # how long a process may take to end when it is told to; then it is killed
 
 
-def start_process(
-    command: Sequence[str], log: IO, environment: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen:
+def start_process(command: Sequence[str], log: IO, **options: Any) -> subprocess.Popen:
     """Start this Python with `command` at the repository's root, without a network to ask; `log` takes what it says.
 
-    `environment` has variables besides this process's own, `options` are Popen's.
+    `options` are Popen's.
     """
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=REPOSITORY,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -54,35 +51,16 @@ def run_process(command: Sequence[str], limit_s: float) -> subprocess.CompletedP
 
     Its `returncode` is None where it was ended, as its time was over.
     """
-    return run_processes([command], [{}], limit_s)[0]
-
-
-def run_processes(
-    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], limit_s: float
-) -> list[subprocess.CompletedProcess]:
-    """Run this Python with several commands at once, each with variables of its own, for at most `limit_s` seconds.
-
-    Once one has failed the others are ended, as they may wait for it. The `returncode` of those that were ended is
-    None.
-    """
-    with ExitStack() as opened:
-        # a pipe would stay open with whoever is left behind
-        logs = [opened.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in commands]
-        deadline_s, codes, processes = time.monotonic() + limit_s, [None], []
+    code = None
+    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe would stay open with whoever is left behind
+        process = start_process(command, log)
         try:
-            for command, log, environment in zip(commands, logs, environments, strict=True):
-                processes.append(start_process(command, log, environment))
-            while None in codes and not any(codes) and time.monotonic() < deadline_s:
-                time.sleep(POLL_S)
-                codes = [process.poll() for process in processes]
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
         finally:
-            end_group(*processes)
-        for log in logs:
-            log.seek(0)
-        return [
-            subprocess.CompletedProcess(*each)
-            for each in zip(commands, codes, [log.read() for log in logs], strict=True)
-        ]
+            end_group(process)
+        log.seek(0)
+        return subprocess.CompletedProcess(command, code, log.read())
 
 
 def end_group(*processes: subprocess.Popen) -> None:

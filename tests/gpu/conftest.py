@@ -9,6 +9,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from common.planning.architectures import MODEL_CONFIGS
 
+needs_4_bits = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 SMALL = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 1,

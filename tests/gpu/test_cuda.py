@@ -1,7 +1,6 @@
 """The same workflows on GPUs. They skip, visibly, where there are none or too few."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from common.planning.architectures import read_architecture
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from tests.gpu.conftest import folder_with, losses_of
+from tests.gpu.conftest import folder_with, losses_of, needs_4_bits
 from tests.recipes.folders import (
     CLASSIFICATION,
     DDP,
@@ -35,7 +34,6 @@ SHARDED, ZERO = (
 )
 DDP_ON_GPUS = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_1_a6000_48g_x2"
 needs_two_gpus = pytest.mark.usefixtures("two_gpus")
-needs_4_bits = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

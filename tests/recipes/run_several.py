@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from common.base.parsing import parse_overrides
-from common.checks.folder_runs import run_of_arguments
+from common.checks.folder_runs import run_of_folder
 from common.models import chunked_loss
 from common.runtime.rank import end_rank
 from tests.short_runs import cut_short, find_port
@@ -23,7 +23,11 @@ def run(place: str, name: str, overrides: list[str], results_root: str) -> None:
     script = Path(place) if place.endswith(".py") else next(Path(place).glob("my_workflow_*.py"))
     module = importlib.import_module(script.stem)
     find_port(Path(results_root) / f"port-{os.environ.get('TORCHELASTIC_RUN_ID')}-{name}")
-    read = partial(run_of_arguments, module) if hasattr(module, "SETTINGS") else partial(parse_overrides, module.RUN)
+    read = (
+        partial(run_of_folder, Path(module.__file__).parent)
+        if hasattr(module, "SETTINGS")
+        else partial(parse_overrides, module.RUN)
+    )
     module.workflow(read([*overrides, "--results_root", results_root, "--run_name", name]))
     end_rank()
 

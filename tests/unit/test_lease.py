@@ -18,10 +18,10 @@ from bench.gpu_trial import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.checks import shared_gpu
 from common.checks.processes import END_S
 from common.hardware.devices import find_gpu
 from tests.forked import run_forked
+from tests.gpu.test_shared_gpu import PAIRS
 from tests.pace import patient
 
 STUBS = "tests.unit.lease_stubs"
@@ -150,7 +150,7 @@ def test_every_card_has_parts_that_it_has_room_for(memory_gib: float) -> None:
 
 def test_two_ranks_on_one_gpu_are_among_the_first_parts_of_a_card_that_nobody_has_measured() -> None:
     names = [part.name for part in lease_parts.parts_for(find_gpu("H100 80GB SXM"))]
-    assert {f"shared GPU: {part}" for part in shared_gpu.PART_NAMES} <= set(names[:13])
+    assert {f"shared GPU: {name}" for name in (*PAIRS, "restart")} <= set(names[:12])
 
 
 def test_what_an_earlier_lease_found_waits_for_what_nobody_has_measured(
@@ -158,12 +158,12 @@ def test_what_an_earlier_lease_found_waits_for_what_nobody_has_measured(
 ) -> None:
     card, kept = find_gpu(CARD), tmp_path / "kept.json"
     names = [part.name for part in lease_parts.wanted_parts(card)]
-    machine, smoke, failed, *_ = names
-    found = {name: {"status": "failed" if name == failed else "done"} for name in (machine, smoke, failed)}
+    machine, done, failed, *_ = names
+    found = {name: {"status": "failed" if name == failed else "done"} for name in (machine, done, failed)}
     kept.write_text(json.dumps({card.name: found}))
     monkeypatch.setattr(lease_parts, "LEASES_PATH", kept)
     monkeypatch.setattr(lease_parts, "kept_trials", lambda: [])
-    assert [part.name for part in lease_parts.parts_for(card)] == [machine, failed, *names[3:], smoke]
+    assert [part.name for part in lease_parts.parts_for(card)] == [machine, failed, *names[3:], done]
 
 
 def test_parts_are_refused_without_a_gpu_and_on_another_card(
@@ -218,7 +218,6 @@ def test_results_are_merged_in_place_of_older_ones(
 KINDS = ("machine", "shared GPU", "steps", "profile", "tests", "point", "preflight", "answers")
 MAY_BE_LEFT_OUT = {
     "steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss",
-    "shared GPU: 2.6 ZeRO-3",
 }  # fmt: skip
 """Kernels for GPUs alone, and packages that need not be installed."""
 
@@ -229,7 +228,7 @@ def test_every_part_is_rehearsed_on_the_cpu(kind: str, tmp_path: Path) -> None:
     """All that a GPU runs runs here, with tiny models."""
     log, folder = tmp_path / "log", tmp_path / "lease"
     command = [sys.executable, "-m", "bench.lease", "--rehearse", "--only", kind, "--folder", str(folder)]
-    if kind == "tests":  # which start forks of their own
+    if kind in ("tests", "shared GPU"):  # which start forks of their own
         with log.open("w") as file:
             code = subprocess.run(command, cwd=REPOSITORY, stdout=file, stderr=file, check=False).returncode
     else:

@@ -18,12 +18,13 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism
-from common.checks import preflight, tried_rows
+from common.checks import measured_steps, preflight, tried_rows
 from common.checks.dry_run import report
 from common.checks.folder_runs import run_of_folder
 from common.checks.folder_training import device_map_of_rank, folder_for, tried_by_folder, workflow_of
 from common.checks.inputs import check_settings
-from common.checks.preflight import Measured, main, measure_all
+from common.checks.measured_steps import Measured, measure_all
+from common.checks.preflight import main
 from common.checks.tried_rows import Rows
 from common.data.batches import EpochBatches, longest_batch
 from common.data.rows import tokens_in
@@ -439,18 +440,18 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     asked = replace(run, per_device_train_batch_size=4, per_device_eval_batch_size=4, gradient_accumulation_steps=2)
     rows = tried_rows.rows_of_run(asked)
     with rank_started(asked) as rank:
-        loop = tried_by_folder(Trial(replace(asked, max_steps=preflight.STEPS), rank, tmp_path), rows)
-        assert loop.state.global_step == preflight.STEPS
-        assert loop.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
+        loop = tried_by_folder(Trial(replace(asked, max_steps=measured_steps.STEPS), rank, tmp_path), rows)
+        assert loop.state.global_step == measured_steps.STEPS
+        assert loop.work.rows == [0, 1, 2, 3] * 2 * measured_steps.STEPS
         assert any(weight.any() for name, weight in loop.model.named_parameters() if "lora_B" in name)
-        load = preflight.load_answering
+        load = measured_steps.load_answering
 
         def load_another(run: RunConfig, rank: Rank, **about: object) -> torch.nn.Module:
             return load(replace(run, seed=1), rank, **about)
 
-        monkeypatch.setattr(preflight, "load_answering", load_another)
+        monkeypatch.setattr(measured_steps, "load_answering", load_another)
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
-            preflight.save_and_reload(loop, UNPLACED, tmp_path)
+            measured_steps.save_and_reload(loop, UNPLACED, tmp_path)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -463,7 +464,7 @@ def test_what_is_measured_is_the_folders_own_loop(
     for loop in ("fsdp", "ddp", "zero"):
         monkeypatch.setattr(workflow_of(asked), f"train_with_{loop}", mock.Mock(side_effect=InterruptedError(loop)))
     with pytest.raises(InterruptedError, match=own):
-        preflight.measure(
+        measured_steps.measure(
             asked, tried_rows.rows_of_length(asked, 16), UNPLACED, Rank(0, 2, "cpu", "torchrun"), tmp_path
         )
 
@@ -488,10 +489,10 @@ def test_as_many_rows_are_answered_and_judged_as_in_the_largest_batch_of_the_run
     )
     rows, judged = tried_rows.rows_of_length(asked, 16), {}
     minilm = SimpleNamespace(judge=lambda texts, numbers: judged.update(minilm=len(numbers)))
-    monkeypatch.setattr(preflight, "independent_judges", lambda *_: [minilm])
-    monkeypatch.setattr(preflight, "load_answering", lambda *_, **about: load_base_model(run, {"": "cpu"}))
-    monkeypatch.setattr(preflight.Judge, "judge", lambda judge, texts, numbers: judged.update(base=len(numbers)))
-    preflight.answer_one_batch(asked, rows, UNPLACED, Rank(0, 2, "cpu", "torchrun"))
+    monkeypatch.setattr(measured_steps, "independent_judges", lambda *_: [minilm])
+    monkeypatch.setattr(measured_steps, "load_answering", lambda *_, **about: load_base_model(run, {"": "cpu"}))
+    monkeypatch.setattr(measured_steps.Judge, "judge", lambda judge, texts, numbers: judged.update(base=len(numbers)))
+    measured_steps.answer_one_batch(asked, rows, UNPLACED, Rank(0, 2, "cpu", "torchrun"))
     assert judged == {"base": by_base, "minilm": by_minilm}
 
 
@@ -511,9 +512,9 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
 def test_out_of_memory_is_one_sentence_and_exit_code_1(
     number: int, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "SPEAK_FIRST_S", 0.0)
+    monkeypatch.setattr(measured_steps, "SPEAK_FIRST_S", 0.0)
     rank = Rank(number, 2, "cpu", "torchrun")
-    with pytest.raises(SystemExit, match=r"^1$"), preflight.phase("steps", rank, "try less"):
+    with pytest.raises(SystemExit, match=r"^1$"), measured_steps.phase("steps", rank, "try less"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     said = capsys.readouterr()
     assert said.out == out
@@ -521,21 +522,21 @@ def test_out_of_memory_is_one_sentence_and_exit_code_1(
 
 
 def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunConfig, plan: Plan) -> None:
-    assert "try --batch_size 8 --gradient_accumulation_steps 2" in preflight.smaller_batch(run, 16, plan)
+    assert "try --batch_size 8 --gradient_accumulation_steps 2" in measured_steps.smaller_batch(run, 16, plan)
     small = replace(cpu_device(), memory_gib=plan.devices[0].peak_gib - 0.01)
     tight = replace(plan, cluster=replace(plan.cluster, gpus=(small,)))
     assert 0 < tight.max_batch_size < 16
-    assert f"try --batch_size {tight.max_batch_size} " in preflight.smaller_batch(run, 16, tight)
-    assert "not even one row fits" in preflight.smaller_batch(run, 1, plan)
+    assert f"try --batch_size {tight.max_batch_size} " in measured_steps.smaller_batch(run, 16, tight)
+    assert "not even one row fits" in measured_steps.smaller_batch(run, 1, plan)
     staged = replace(run, parallel="pp", devices=2, micro_batches=8, per_device_train_batch_size=24)
-    assert "try --batch_size 8 --gradient_accumulation_steps 3" in preflight.smaller_batch(staged, 24, None)
+    assert "try --batch_size 8 --gradient_accumulation_steps 3" in measured_steps.smaller_batch(staged, 24, None)
 
 
 # -- what is said
 
 
 def test_the_first_step_is_not_timed() -> None:
-    clock = preflight.StepClock(("cpu",))
+    clock = measured_steps.StepClock(("cpu",))
     clock.ends_s = [100.0, 101.0, 104.0]
     assert clock.step_time_s == 2.0
 

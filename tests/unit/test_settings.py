@@ -13,7 +13,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, read_literal
-from common.checks.folder_runs import name_of, quick, run_of_arguments, run_of_folder
+from common.checks.folder_runs import name_of, quick, run_of_folder
 from common.checks.inputs import check_folder
 from common.data.splits import load_splits
 from common.variants import run_settings_from_command_line
@@ -31,7 +31,7 @@ def workflow() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def runs(workflow: ModuleType) -> list[RunConfig]:
-    return [run_of_arguments(workflow, setting) for setting in workflow.SETTINGS]
+    return [run_of_folder(FOLDER, setting) for setting in workflow.SETTINGS]
 
 
 def test_every_setting_is_done_by_the_folder_at_the_same_effective_batch_size(runs: list[RunConfig]) -> None:
@@ -54,7 +54,7 @@ def test_one_device_pipelines_and_the_recipe_of_adapters(workflow: ModuleType, r
 
 
 def test_without_arguments_a_setting_is_the_folders_own_run(workflow: ModuleType) -> None:
-    assert run_of_arguments(workflow, []) == workflow.RUN
+    assert run_of_folder(FOLDER, []) == workflow.RUN
     assert workflow.defaults_for("full", "ddp") == workflow.RUN
 
 
@@ -62,14 +62,12 @@ def test_overrides_win_over_the_setting(workflow: ModuleType) -> None:
     setting = ["--technique", "lora", "--parallel", "pp"]
     overrides = ["--micro_batches", "4", "--num_train_epochs", "2", "--seed", "7"]
     expected = replace(workflow.defaults_for("lora", "pp"), micro_batches=4, num_train_epochs=2, seed=7)
-    assert run_of_arguments(workflow, [*setting, *overrides]) == expected
-    assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).per_device_train_batch_size == 5
+    assert run_of_folder(FOLDER, [*setting, *overrides]) == expected
+    assert run_of_folder(FOLDER, ["--parallel", "single", "--batch_size", "5"]).per_device_train_batch_size == 5
 
 
-def test_a_look_ahead_reads_the_same_run_from_the_folder(workflow: ModuleType) -> None:
-    for arguments in ([], ["--technique", "lora", "--parallel", "pp", "--num_train_epochs", "2"], ["--quick"]):
-        assert run_of_folder(FOLDER, arguments) == run_of_arguments(workflow, arguments)
-    single = Path("2.1_lora_finetuning/run_0_cpu_x1")  # one setting only
+def test_a_folder_may_have_one_setting_only() -> None:
+    single = Path("2.1_lora_finetuning/run_0_cpu_x1")
     assert run_of_folder(single, ["--num_train_epochs", "2"]) == replace(literal_of(single), num_train_epochs=2)
 
 
@@ -111,7 +109,7 @@ def test_the_table_of_all_has_no_other_runs(
 
 
 def test_quick_takes_a_tenth_of_each_split(workflow: ModuleType) -> None:
-    run = run_of_arguments(workflow, ["--quick", "--parallel", "tp"])
+    run = run_of_folder(FOLDER, ["--quick", "--parallel", "tp"])
     assert run == replace(workflow.defaults_for("full", "tp"), train_rows=160, validation_rows=40, test_rows=40)
     assert load_splits(run).train == load_splits(workflow.RUN).train[:160]
     assert quick(replace(workflow.RUN, test_rows=3)).test_rows == 1
@@ -137,7 +135,7 @@ def test_an_unknown_setting_ends_in_one_sentence(
     workflow: ModuleType, command: Callable, arguments: list[str], said: str
 ) -> None:
     with pytest.raises(BadInputError):
-        run_of_arguments(workflow, arguments)
+        run_of_folder(FOLDER, arguments)
     code, _, error = command(*arguments)
     assert (code, error.count("\n"), error[:7]) == (2, 1, "error: ")
     assert said in error
