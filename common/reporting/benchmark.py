@@ -19,10 +19,7 @@ ERROR = re.compile(
     r"planner, (?P<by>.+?) against (?P<with>.+?)(, (?P<points>\d+) points)?: (?P<error>mean|worst) error.*"
 )
 """Names of how far the planner, or another tool, is off: from what, over how many points."""
-SOONER = re.compile(r"ours against (.+), times as soon at the loss")
-ONE_TOOL = re.compile(r" --tool \S+")
 FAILS = "**no**"
-SIGNS = {"at least": "≥", "at most": "≤"}
 
 Entry = dict[str, Any]
 
@@ -61,7 +58,7 @@ def _by_command(_: list[Record]) -> list[Entry]:
     """Return all entries by the command that measures them, with what their names share as their part."""
     by_command: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in read_entries():
-        by_command[ONE_TOOL.sub("", entry["command"])].append(entry)
+        by_command[re.sub(r" --tool \S+", "", entry["command"])].append(entry)
     prefixes = {command: _prefix(entry["name"] for entry in entries) for command, entries in by_command.items()}
     return [
         {
@@ -77,8 +74,8 @@ def _by_command(_: list[Record]) -> list[Entry]:
 
 def _worst_points(_: list[Record]) -> list[Row]:
     """Return at which point each worst error of the planner was found: planned of found memory."""
-    names = (entry["name"] for entry in read_entries() if entry["name"].startswith("planner, "))
-    return [found.groupdict() for found in map(WORST.fullmatch, names) if found]
+    found = (WORST.fullmatch(entry["name"]) for entry in read_entries() if entry["name"].startswith("planner, "))
+    return [each.groupdict() for each in found if each]
 
 
 def _prefix(names: Iterable[str]) -> str:
@@ -92,7 +89,10 @@ def _prefix(names: Iterable[str]) -> str:
 def _said(name: str) -> str:
     """Return a name that fits a table, without the point of a worst error."""
     worst = WORST.fullmatch(name)
-    return SOONER.sub(r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(f" {NOT_RUN}")
+    sooner = r"ours against (.+), times as soon at the loss"
+    return re.sub(sooner, r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(
+        f" {NOT_RUN}"
+    )
 
 
 # -- columns
@@ -114,7 +114,7 @@ def _bar(entry: Entry) -> str:
     if entry["bar"] is None:
         return ""
     shown = f"{100 * entry['bar']:g}%" if entry["unit"] == "share" else f"{entry['bar']:g}"
-    return f"{SIGNS[entry['bar_is']]} {shown}"
+    return f"{'≥' if entry['bar_is'] == 'at least' else '≤'} {shown}"
 
 
 def _holds(entry: Entry) -> str:

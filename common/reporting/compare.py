@@ -48,11 +48,6 @@ def _most(run: Record, name: str) -> float | None:
     return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
 
 
-def _questions(run: Record) -> int | None:
-    after = run["quality"]["after"]
-    return after.get("questions", after.get("rows"))
-
-
 QUALITY = (
     Column("best validation accuracy (higher is better)", "best_accuracy", "{:.4f}"),
     "loss as lowest validation loss (lower is better)",
@@ -81,7 +76,10 @@ MEMORY = (
 WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
-    Column("number of test questions", _questions),
+    Column(
+        "number of test questions",
+        lambda run: run["quality"]["after"].get("questions", run["quality"]["after"].get("rows")),
+    ),
     "model as model",
     Column("machine", first_device),
     Column("threads of a device", "environment.threads_per_rank"),
@@ -287,20 +285,11 @@ def main() -> None:
     if options.picture and os.path.lexists(options.picture):
         raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
-    write_picture(runs, picture)
-    print(printable((json_of if options.json else text_of)(runs, picture)))
-
-
-def write_picture(runs: Sequence[Record], picture: Path) -> None:
-    """Draw the runs' losses and their metric by step into a file.
-
-    Raises:
-        BadInputError: it cannot be written there, or its name does not end as a picture's.
-    """
     from common.reporting.plots import plot_curves  # here: a wrong name is refused before matplotlib loads
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         plot_curves(runs, labels_of(runs)).savefig(picture)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # the latter of a name that does not end as a picture's
         raise BadInputError(f"--picture is {picture}, which cannot be written ({error}): pass another file.") from None
+    print(printable((json_of if options.json else text_of)(runs, picture)))

@@ -170,12 +170,6 @@ def _looked_into(records: list[Record], key: str) -> list[Record]:
     return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 
-def _held(records: list[Record]) -> list[Row]:
-    """Return runs in which the bytes were counted that each rank holds between two passes, with the "fullest" rank."""
-    runs = _looked_into(records, "held")
-    return [{**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))} for run in runs]
-
-
 def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:
     """Yield the GPU folders' model on the same GPUs with each parallelism."""
     runs = [literal_of(REPOSITORY / SHARDING_FOLDER / name) for name in ("run_1_a100_80g_x2", "run_2_a6000_48g_x4")]
@@ -300,8 +294,12 @@ TABLES = {
         ),
         (*WHAT, *TIMES, "speedup as Against one device", "ceiling", "loss", *WHERE, *MEMORY),
     ),
+    # bytes that each rank holds between two passes
     "sharding-held": Table(
-        _held,
+        lambda records: [
+            {**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))}
+            for run in _looked_into(records, "held")
+        ],
         (
             "kind",
             "model",

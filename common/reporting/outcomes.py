@@ -137,10 +137,6 @@ def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
     return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
-def _compared_with_llama_cpp(_: list[Record]) -> list[Row]:
-    return json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
-
-
 def _ended_faults(_: list[Record]) -> list[Row]:
     """Return each technique of each fault that ends a run or costs it steps; seconds count from the fault on."""
     rows, timed = _known_faults(), _with_figures()
@@ -210,7 +206,7 @@ TABLES = {
     ),
     # what llama.cpp makes of a tuned model and type of weights as Transformers does
     "llama-cpp": Table(
-        _compared_with_llama_cpp,
+        lambda _: json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"],
         (
             Column("Base", lambda row: f"{row['base']} ({row['model_type']})"),
             Column("Pre-tokenizer", "pre_tokenizer"),

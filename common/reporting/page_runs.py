@@ -59,15 +59,6 @@ def _tensors_gib(record: Record) -> float | None:
     return round(max(known), GIB_DIGITS) if known else None
 
 
-def _settings(record: Record) -> dict[str, str]:
-    return {name: str(value) for name, value in settings_of(record).items() if value is not None}
-
-
-def _is_trial(record: Record) -> bool:
-    """Return whether a run had a few steps or test rows only."""
-    return any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
-
-
 VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
@@ -89,8 +80,13 @@ VALUES = {
     "folder": Column("Run folder", "run_folder"),
     "command": Column("Command", "command"),
     "gallery": Column("Gallery", lambda record: record.get("gallery", [])),
-    "settings": Column("Settings", _settings),
-    "is_trial": Column("Trial", _is_trial),
+    "settings": Column(
+        "Settings",
+        lambda record: {name: str(value) for name, value in settings_of(record).items() if value is not None},
+    ),
+    "is_trial": Column(  # of a few steps or test rows only
+        "Trial", lambda record: any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
+    ),
 }
 """What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")

@@ -16,7 +16,6 @@ from common.records.store import Record
 from common.reporting.columns import Column, Table
 from common.reporting.rows import Row
 
-KIND_NAMES = {"allocated": "allocated", "reserved": "reserved", "nvidia_smi": "`nvidia-smi`"}
 WITHIN = 1.5
 """A ratio of planned to published counts as near from one over this on, up to this."""
 WELL_KNOWN = (
@@ -66,17 +65,14 @@ def _memory_by_source(_: list[Record]) -> Iterator[Row]:
         for kind in KINDS:
             if found := [point for point in points_of(name) if kind in point.figures]:
                 errors = errors_of(found, (kind,))
-                yield {"source": source.title, "figure": KIND_NAMES[kind], "errors": errors, "use": use}
+                yield {
+                    "source": source.title,
+                    "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
+                    "errors": errors,
+                    "use": use,
+                }
     errors = errors_of(held_out_points(), LIKELY)
     yield {"source": "held out, together", "figure": "reserved", "errors": errors, "use": "bars: 8 %, 90 %"}
-
-
-def _verdicts(_: list[Record]) -> list[Row]:
-    """Return what the planner says of runs of which it is published whether they fitted."""
-    return [
-        {"runs": "all sources", "verdicts": verdicts_on(published_memory.points())},
-        {"runs": "held out", "verdicts": verdicts_on(held_out_points())},
-    ]
 
 
 def _by_source() -> dict[str, list[PublishedRate]]:
@@ -134,9 +130,12 @@ RATE = (
     Column("Planned", "planned", "{:,.0f}"),
     Column("Ratio", "ratio", "{:.2f}"),
 )
-PAGE = Column("Page", lambda rate: rate.where.rpartition("/")[2])
 RATES_BY_SOURCE = {
-    f"rates-{source}": Table(lambda _, rates=rates: rates, (*RATE, PAGE), shared=("Page",))
+    f"rates-{source}": Table(
+        lambda _, rates=rates: rates,
+        (*RATE, Column("Page", lambda rate: rate.where.rpartition("/")[2])),
+        shared=("Page",),
+    )
     for source, rates in _by_source().items()
 }
 """Of docs/published_rates.md: every point of a source, with its page there."""
@@ -153,8 +152,12 @@ TABLES = {
             Column("Use", "use"),
         ),
     ),
+    # what the planner says of runs of which it is published whether they fitted
     "published-verdicts": Table(
-        _verdicts,
+        lambda _: [
+            {"runs": "all sources", "verdicts": verdicts_on(published_memory.points())},
+            {"runs": "held out", "verdicts": verdicts_on(held_out_points())},
+        ],
         (
             Column("Runs", "runs"),
             Column("fitted", "verdicts.ran"),
