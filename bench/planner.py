@@ -45,7 +45,7 @@ from common.planning.published_memory import (
 )
 from common.planning.shares import whole_model
 from common.records.store import Record, kept_records
-from common.reporting.memory import PHASE_BARS, compared_by_phase
+from common.reporting.benchmark import PHASE_BARS, compared_by_phase
 from common.reporting.rows import NOT_RUN
 
 COMMAND = "python -m bench planner"

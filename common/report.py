@@ -23,9 +23,9 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS, is_registered
 from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.chats import side_by_side
+from common.reporting.layout import on_screen
 from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, own_tables, results_of_this_machine, task_of
-from common.reporting.screen import on_screen
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, with_tables
 
 

@@ -144,7 +144,14 @@ def load_record(path: Path) -> Record:
     """
     from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
 
-    record = _parsed(path)
+    if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise BadInputError(f"{path} is no record ({found}): run `make run` first, then `make record`.")
+    with reading(f"The record {path}", AGAIN.capitalize()):
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
+        record = json.loads(path.read_text(encoding="utf-8"))
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
         raise BadInputError(
@@ -153,17 +160,6 @@ def load_record(path: Path) -> Record:
     if wrong := wrong_in(record):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
     return record
-
-
-def _parsed(path: Path) -> object:
-    if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
-        found = "it is a folder" if path.is_dir() else "there is no such file"
-        raise BadInputError(f"{path} is no record ({found}): run `make run` first, then `make record`.")
-    with reading(f"The record {path}", AGAIN.capitalize()):
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def load_whole_record(path: Path) -> Record:

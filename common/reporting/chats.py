@@ -66,10 +66,6 @@ def _fits(plan: Row) -> str:
     return "tight" if _is_likely_to_fit(plan) else "no"
 
 
-def _rows_seen(row: Row) -> int:
-    return sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
-
-
 def _epochs(row: Row) -> str:
     number = row["config"]["num_train_epochs"]
     return f"{number} epoch" + ("" if number == 1 else "s")
@@ -177,7 +173,11 @@ TABLES = {
             "model",
             Column(
                 "Data",
-                lambda row: f"{Path(row['config']['data']).name}, {_rows_seen(row):,} rows in up to {_epochs(row)}",
+                lambda row: "{}, {:,} rows in up to {}".format(
+                    Path(row["config"]["data"]).name,
+                    sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)]),
+                    _epochs(row),
+                ),
             ),
             "machine",
             Column(

@@ -6,6 +6,7 @@ from itertools import product
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting.columns import Column, Table
+from common.reporting.layout import brief
 from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
@@ -18,7 +19,6 @@ from common.reporting.rows import (
     settings_of_task,
     waiting_for_task,
 )
-from common.reporting.screen import brief
 
 METRICS = (
     Metric("accuracy", "test accuracy", "higher", "{:.4f}"),

@@ -169,11 +169,6 @@ def planned_and_measured_gib(row: Row) -> tuple[float, float] | None:
     return max((pair for pair in pairs if None not in pair), key=lambda pair: abs(pair[0] / pair[1] - 1), default=None)
 
 
-def as_code(command: str) -> str:
-    """Return a command as code; what is said in words instead of one as it is."""
-    return command if command.startswith(("the notebook", "a torchrun")) else f"`{command}`"
-
-
 def gpu_sizes(row: Row) -> dict[str, tuple[float, str]] | None:
     """Return cores and memory of one of a row's GPUs, as numbers and as written; None: it is none of the catalogue."""
     if row["status"] == NOT_PUBLISHED:
@@ -244,7 +239,11 @@ COLUMNS = {
             f"{row['peak_learning_rate'] / row['config']['learning_rate']:.3g}x ({row['peak_learning_rate']:.3g})"
         ),
     ),
-    "command": Column("Command", "command", as_code),
+    "command": Column(  # as code, but for what is said in words instead of one
+        "Command",
+        "command",
+        lambda command: command if command.startswith(("the notebook", "a torchrun")) else f"`{command}`",
+    ),
     # how good it is
     "loss": Column("Validation loss", "best_validation_loss", "{:.4f}"),
     "score": Column("Similarity score", "quality.after.similarity_score", "{:.3f}"),

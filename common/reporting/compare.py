@@ -18,6 +18,7 @@ from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.columns import NO_BASELINE, OFF, Column, column
+from common.reporting.layout import fitted, screen_width
 from common.reporting.rows import (
     Metric,
     Row,
@@ -29,7 +30,6 @@ from common.reporting.rows import (
     step_s,
     task_of,
 )
-from common.reporting.screen import fitted, screen_width
 
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
 """Settings that say where results go and what they are called: no cause of a difference."""

@@ -16,11 +16,6 @@ def study_runs() -> list[Record]:
     return completed(kept_records(STUDY))
 
 
-def _by_rows(_: list[Record]) -> list[Row]:
-    runs = [run for run in study_runs() if run["config"]["learning_rate"] == RunConfig.learning_rate]
-    return _grouped(runs, "train_rows")
-
-
 def _by_learning_rate(_: list[Record]) -> list[Row]:
     """Return those with every training row."""
     runs = study_runs()
@@ -55,7 +50,9 @@ QUALITY = (
 )
 TABLES = {
     "own-data-rows": Table(
-        _by_rows,
+        lambda _: _grouped(
+            [run for run in study_runs() if run["config"]["learning_rate"] == RunConfig.learning_rate], "train_rows"
+        ),
         (
             "kind",
             Column("Rows", "config.train_rows"),

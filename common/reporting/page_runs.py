@@ -11,9 +11,9 @@ from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
+from common.reporting.benchmark import compared_by_phase
 from common.reporting.columns import Column, column
 from common.reporting.compare import NAMES, settings_of
-from common.reporting.memory import compared_by_phase
 from common.reporting.rows import Metric, metrics_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5

@@ -5,6 +5,7 @@ from statistics import fmean
 
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Table
+from common.reporting.layout import brief
 from common.reporting.rows import (
     ANSWER_METRICS,
     Row,
@@ -12,7 +13,6 @@ from common.reporting.rows import (
     settings_of_task,
     waiting_for_task,
 )
-from common.reporting.screen import brief
 
 METRICS = ANSWER_METRICS
 settings = partial(settings_of_task, reporting=__name__)

@@ -5,8 +5,8 @@ from functools import partial
 from statistics import fmean
 
 from common.reporting.columns import NO_BASELINE, Column, Table, in_percent
+from common.reporting.layout import brief
 from common.reporting.rows import Metric, Row, clock, in_order, settings_of_task, waiting_for_task
-from common.reporting.screen import brief
 
 METRICS = (
     Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),

@@ -41,7 +41,6 @@ OWN_MFU = {
     "qwen2.5-7b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "42.8%, 423 of 989 TFLOP/s",
 }
 """By the label of a run on one GPU, the MFU that its source has."""
-GPU_TRIALS_FILE = REPOSITORY / "bench" / "gpu_trials.json"
 
 
 def is_near(rate: PublishedRate) -> bool:
@@ -86,14 +85,9 @@ def _by_label() -> dict[str, PublishedRate]:
     return {rate.label: rate for rate in reversed(published_rates())}  # of several alike the first
 
 
-def _times_by_source(_: list[Record]) -> list[Row]:
-    named = {source_name(source): rates for source, rates in _by_source().items()}
-    return [{"source": source, "rates": rates} for source, rates in {**named, "all": published_rates()}.items()]
-
-
 def _model_flops(_: list[Record]) -> Iterator[Row]:
     """Yield the fastest trial here of each GPU and technique, then published runs on one GPU."""
-    trials = json.loads(GPU_TRIALS_FILE.read_text(encoding="utf-8"))
+    trials = json.loads((REPOSITORY / "bench" / "gpu_trials.json").read_text(encoding="utf-8"))
     for gpu, technique in dict.fromkeys((trial["gpu"], trial["technique"]) for trial in trials):
         own = [trial for trial in trials if (trial["gpu"], trial["technique"]) == (gpu, technique)]
         fastest = max(own, key=lambda trial: trial["mfu"])
@@ -173,7 +167,10 @@ TABLES = {
     ),
     # per source, how far the planner's times are from the published ones
     "rates-by-source": Table(
-        _times_by_source,
+        lambda _: [
+            *({"source": source_name(source), "rates": rates} for source, rates in _by_source().items()),
+            {"source": "all", "rates": published_rates()},
+        ],
         (
             Column("Source", "source"),
             Column("Technique", lambda row: ", ".join(dict.fromkeys(rate.job.method.short for rate in row["rates"]))),

@@ -16,6 +16,7 @@ from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column, Table, column
+from common.reporting.layout import brief
 from common.reporting.rows import (
     NOT_RUN,
     Metric,
@@ -27,7 +28,6 @@ from common.reporting.rows import (
     waiting_for_task,
     with_seeds,
 )
-from common.reporting.screen import brief
 
 LOOPS = {
     "trainer": "Seq2SeqTrainer, by torchrun",
@@ -142,25 +142,21 @@ class Fleet:
         return make_plan(read_architecture("bart-large-cnn"), job, cluster, calibration_from(records, self.batch.task))
 
 
-def _as_published(result: dict[str, Any]) -> Fleet:
-    """Return a published run with the settings of its own scripts."""
-    rows, summary = result["rows_per_gpu"], result["summary_tokens"]
-    run = replace(
-        literal_of(ONE_MACHINE),
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=result["accumulation_steps"],
-    )
-    batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary, task=run.task)
-    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
-
-
-def _as_ours(result: dict[str, Any]) -> Fleet:
-    """Return the same machines with the settings of our run: as many rows per step on all."""
+def _fleet(result: dict[str, Any], settings: str) -> Fleet:
+    """Return a published run's machines with "published" settings, or "our" run's: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
+    if settings == "published":
+        run = replace(
+            run,
+            per_device_train_batch_size=result["rows_per_gpu"],
+            gradient_accumulation_steps=result["accumulation_steps"],
+            max_length=result["text_tokens"],
+            max_target_length=result["summary_tokens"],
+        )
     batch = BatchShape(
         run.per_device_train_batch_size,
         run.max_length,
-        run.max_target_length,
+        labelled=run.max_target_length,
         target_length=run.max_target_length,
         task=run.task,
     )
@@ -174,9 +170,14 @@ def _costs(records: list[Record]) -> Iterator[Row]:
         notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
         source = [result["figures"], *notes, f"rows and tokens: {result['settings_source']}"]
         usd_per_hour = result["usd_per_hour"] * result["machines"]
-        yield {**result, "fleet": _as_published(result), "figures": "; ".join(source), "usd_per_hour": usd_per_hour}
-    for settings, fleet_of in (("published", _as_published), ("our", _as_ours)):
-        fleets = [fleet_of(result) for result in results]  # the one machine of four GPUs comes first
+        yield {
+            **result,
+            "fleet": _fleet(result, "published"),
+            "figures": "; ".join(source),
+            "usd_per_hour": usd_per_hour,
+        }
+    for settings in ("published", "our"):
+        fleets = [_fleet(result, settings) for result in results]  # the one machine of four GPUs comes first
         for fleet in fleets:
             for cluster in fleet.clusters:
                 plan = fleet.plan(cluster, records)
@@ -216,7 +217,8 @@ def _way(row: Row) -> str:
 
 def _machines(records: list[Record]) -> Iterator[Row]:
     """Yield what the projections take from the catalogue."""
-    for fleet in map(_as_ours, published(metric="bill_usd")):
+    for result in published(metric="bill_usd"):
+        fleet = _fleet(result, "our")
         sources = fleet.plan(fleet.clusters[0], records).speed_sources
         yield {"machine": fleet.machine, "speed": "; ".join([*sources, evidence(find_gpu(fleet.machine.gpu))])}
 
