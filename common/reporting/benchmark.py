@@ -12,7 +12,7 @@ from common.base.paths import REPOSITORY
 from common.planning.phases import PHASES
 from common.records.store import Record
 from common.reporting.columns import Column, Table
-from common.reporting.rows import NOT_RUN, Row
+from common.reporting.rows import NOT_RUN, Row, groups_of
 
 PHASE_BARS = (0.03, 0.1)
 """Largest mean and largest single error of all phases of all kept runs."""
@@ -35,10 +35,8 @@ def read_entries() -> list[Entry]:
 
 def _planner_errors(_: list[Record]) -> list[Row]:
     """Return what the planner and fitcheck-llm are compared with, each with the entries of mean and worst error."""
-    rows: defaultdict[tuple[str, str], list[Entry]] = defaultdict(list)
-    for entry in read_entries():
-        if found := ERROR.fullmatch(entry["name"]):
-            rows[found["with"], found["by"]].append({**entry, **found.groupdict()})
+    found = [{**entry, **found.groupdict()} for entry in read_entries() if (found := ERROR.fullmatch(entry["name"]))]
+    rows = groups_of(found, lambda entry: (entry["with"], entry["by"]))
     return [{**entries[0], "entries": entries} for entries in rows.values()]
 
 
@@ -60,9 +58,7 @@ def _with_bars(_: list[Record]) -> Iterator[Entry]:
 
 def _by_command(_: list[Record]) -> list[Entry]:
     """Return all entries by the command that measures them, with what their names share as their part."""
-    by_command: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in read_entries():
-        by_command[re.sub(r" --tool \S+", "", entry["command"])].append(entry)
+    by_command = groups_of(read_entries(), lambda entry: re.sub(r" --tool \S+", "", entry["command"]))
     prefixes = {command: _prefix(entry["name"] for entry in entries) for command, entries in by_command.items()}
     return [
         {

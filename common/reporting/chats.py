@@ -264,10 +264,6 @@ TABLES = {
 # -- runs side by side
 
 
-FACTS_OF_ORIGINAL_BASE = replace(column("facts"), value="quality.after_original_base.facts_said_share")
-"""Of an adapter that was merged into the base before it was quantized."""
-
-
 def _has_adapters(row: Row) -> bool:
     return TECHNIQUES[row["technique"]].has_adapters
 
@@ -314,7 +310,7 @@ SIDE_BY_SIDE = (
     ),
     Column(
         "facts said, merged into the original base",
-        lambda row: FACTS_OF_ORIGINAL_BASE.cell(row) if row["quantization"] else None,
+        lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
         none=None,
         missing=None,
     ),

@@ -265,6 +265,10 @@ COLUMNS = {
     "facts_before": Column(
         "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
     ),
+    # of an adapter that was merged into the base before it was quantized
+    "facts_of_original_base": Column(
+        "Facts said", "quality.after_original_base.facts_said_share", "{:.0%}", none=NO_FACTS
+    ),
     # of tasks with tables of their own
     "best_accuracy": Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True),
     "preferred": Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True),

@@ -34,12 +34,6 @@ from common.reporting.rows import (
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
 """Settings that say where results go and what they are called: no cause of a difference."""
 PICTURE_NAME = "compare.png"
-TITLES = {
-    "settings": "Settings that differ",
-    "quality": "Quality, before -> after",
-    "time": "Time",
-    "memory": "Memory of the fullest device",
-}
 
 # -- what is compared
 
@@ -232,9 +226,10 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
 def text_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
     labels = ["", *labels_of(runs)]
+    titles = ("Settings that differ", "Quality, before -> after", "Time", "Memory of the fullest device")
     parts = [
-        f"{TITLES[part]}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{TITLES[part]}: none"
-        for part, lines in parts_of(runs).items()
+        f"{title}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{title}: none"
+        for title, lines in zip(titles, parts_of(runs).values(), strict=True)
     ]
     return "\n\n".join(filter(None, [fill(warning_of(runs), screen_width()), *parts, f"losses by step: {picture}"]))
 

@@ -34,6 +34,7 @@ from common.reporting.rows import (
     clock,
     completed,
     copies_of,
+    groups_of,
     kind_of,
     model_of,
     not_run,
@@ -162,12 +163,12 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
 def _looked_into(records: list[Record], key: str) -> list[Record]:
     """Return one run of each kind and model that has `key`: what is held and sent does not depend on the rest."""
     kinds = [FULL_DDP, *_sharding_kinds("full", "lora")]
-    seen: dict[tuple[object, ...], Record] = {}
-    for record in completed(records, *kinds):
-        if record.get(key):
-            targets = record["config"]["target_modules"]
-            seen.setdefault((*kind_of(record), model_of(record), targets, copies_of(record)), record)
-    return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
+    known = groups_of(
+        (record for record in completed(records, *kinds) if record.get(key)),
+        lambda run: (*kind_of(run), model_of(run), run["config"]["target_modules"], copies_of(run)),
+    )
+    firsts = [group[0] for group in known.values()]
+    return sorted(firsts, key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 
 def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:

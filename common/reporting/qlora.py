@@ -9,7 +9,7 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, SPEED, WHERE
+from common.reporting.chats import SPEED, WHERE
 from common.reporting.columns import Column, Table, column
 from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
 from common.reporting.rows import (
@@ -59,7 +59,7 @@ QUALITY = (
     *("seed", "score", "facts", "loss", *WHERE, "epochs", "rows"),
     *("score_before", "minilm_before", "minilm", "facts_before"),
     _original_base("MiniLM", replace(column("minilm"), value="quality.after_original_base.similarity_score_minilm")),
-    _original_base("facts said", FACTS_OF_ORIGINAL_BASE),
+    _original_base("facts said", column("facts_of_original_base")),
     _original_base(
         "validation loss",
         replace(

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
@@ -48,6 +48,7 @@ FREE_SETTINGS = {
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 """A record, or what has its shape."""
 
@@ -186,13 +187,18 @@ def in_order(records: Iterable[Record], reporting: str) -> list[Record]:
     )
 
 
+def groups_of(rows: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:
+    """Return the rows with the same key together, keys and rows in their order."""
+    groups: dict[Any, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def grouped(runs: Iterable[Record], key: Callable[[Record], object]) -> list[Row]:
     """Return a row for the runs with the same key: the one with the lowest seed, with all of them as "seeds"."""
-    groups: dict[object, list[Record]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    by_seed = [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
-    return [{**group[0], "seeds": group} for group in by_seed]
+    groups = [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups_of(runs, key).values()]
+    return [{**group[0], "seeds": group} for group in groups]
 
 
 def with_seeds(runs: Iterable[Record]) -> list[Row]:
