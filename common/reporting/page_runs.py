@@ -44,19 +44,15 @@ def _metric(record: Record) -> Metric | None:
 
 
 def _quality(record: Record, when: str) -> float | None:
-    return _rounded(record["quality"][when].get(_metric(record).name))
-
-
-def _rounded(value: float | None) -> float | None:
-    """Return a value for the page; JSON has no number that is not finite."""
+    """Return a run's main metric; None also for what is not finite, which JSON cannot say."""
+    value = record["quality"][when].get(_metric(record).name)
     return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
 def _tensors_gib(record: Record) -> float | None:
     """Return what tensors took in training on the fullest device; on a CPU the process's memory is mostly Python."""
-    peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING) for entry in record["memory"]]
-    known = [peak for peak in peaks if peak]
-    return round(max(known), GIB_DIGITS) if known else None
+    peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING, 0) for entry in record["memory"]]
+    return round(max(peaks), GIB_DIGITS) if any(peaks) else None
 
 
 VALUES = {

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from common.base.paths import REPOSITORY
@@ -14,7 +14,7 @@ from common.planning.shares import whole_model
 from common.planning.step_speed import peak_tflops, step_flops
 from common.records.store import Record
 from common.reporting.columns import Column, Table
-from common.reporting.rows import Row
+from common.reporting.rows import Row, groups_of
 
 WITHIN = 1.5
 """A ratio of planned to published counts as near from one over this on, up to this."""
@@ -76,9 +76,8 @@ def _memory_by_source(_: list[Record]) -> Iterator[Row]:
 
 def _by_source() -> dict[str, list[PublishedRate]]:
     """Return the rates of each source, the one with most first."""
-    rates = published_rates()
-    counted = Counter(rate.source for rate in rates).most_common()
-    return {source: [rate for rate in rates if rate.source == source] for source, _ in counted}
+    by_source = groups_of(published_rates(), attrgetter("source"))
+    return dict(sorted(by_source.items(), key=lambda named: -len(named[1])))
 
 
 def _by_label() -> dict[str, PublishedRate]:
@@ -88,8 +87,7 @@ def _by_label() -> dict[str, PublishedRate]:
 def _model_flops(_: list[Record]) -> Iterator[Row]:
     """Yield the fastest trial here of each GPU and technique, then published runs on one GPU."""
     trials = json.loads((REPOSITORY / "bench" / "gpu_trials.json").read_text(encoding="utf-8"))
-    for gpu, technique in dict.fromkeys((trial["gpu"], trial["technique"]) for trial in trials):
-        own = [trial for trial in trials if (trial["gpu"], trial["technique"]) == (gpu, technique)]
+    for (gpu, technique), own in groups_of(trials, itemgetter("gpu", "technique")).items():
         fastest = max(own, key=lambda trial: trial["mfu"])
         yield {**fastest, "run": f"here: llama-3.1-8b, {technique}, {gpu}, {fastest['name']}", "own_mfu": "the same"}
     for label, own_mfu in OWN_MFU.items():
@@ -99,15 +97,11 @@ def _model_flops(_: list[Record]) -> Iterator[Row]:
 
 
 def _excluded_rates(_: list[Record]) -> list[Row]:
-    """Return what was found and not used, counted by reason."""
-    excluded = excluded_rates()
+    """Return what was found and not used by reason, the one with most first."""
+    by_reason = groups_of(excluded_rates(), itemgetter("reason"))
     return [
-        {
-            "reason": reason,
-            "points": count,
-            "sources": dict.fromkeys(source_name(rate["source"]) for rate in excluded if rate["reason"] == reason),
-        }
-        for reason, count in Counter(rate["reason"] for rate in excluded).most_common()
+        {"reason": reason, "points": len(rates), "sources": {source_name(rate["source"]): None for rate in rates}}
+        for reason, rates in sorted(by_reason.items(), key=lambda named: -len(named[1]))
     ]
 
 

@@ -114,13 +114,12 @@ EXACT_BEFORE, EXACT, EXACT_BOTH = _score("To the letter", "exact_share", "{:.0%}
 class Fleet:
     """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them.
 
-    `run` has all settings but the devices; `batch` is one GPU's micro-batch, to whose lengths every row is padded.
+    `run` has all settings but the devices; every row is padded to its lengths.
     """
 
     machine: Machine
     count: int
     run: RunConfig
-    batch: BatchShape
 
     @property
     def clusters(self) -> list[Cluster]:
@@ -138,8 +137,11 @@ class Fleet:
 
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
-        job = job_of_run(replace(self.run, devices=len(cluster.gpus)), self.batch)
-        return make_plan(read_architecture("bart-large-cnn"), job, cluster, calibration_from(records, self.batch.task))
+        run, rows = replace(self.run, devices=len(cluster.gpus)), self.run.per_device_train_batch_size
+        summary = run.max_target_length
+        batch = BatchShape(rows, run.max_length, labelled=summary, target_length=summary, task=run.task)
+        calibration = calibration_from(records, run.task)
+        return make_plan(read_architecture("bart-large-cnn"), job_of_run(run, batch), cluster, calibration)
 
 
 def _fleet(result: dict[str, Any], settings: str) -> Fleet:
@@ -153,14 +155,7 @@ def _fleet(result: dict[str, Any], settings: str) -> Fleet:
             max_length=result["text_tokens"],
             max_target_length=result["summary_tokens"],
         )
-    batch = BatchShape(
-        run.per_device_train_batch_size,
-        run.max_length,
-        labelled=run.max_target_length,
-        target_length=run.max_target_length,
-        task=run.task,
-    )
-    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
+    return Fleet(find_machine(result["machine"]), result["machines"], run)
 
 
 def _costs(records: list[Record]) -> Iterator[Row]:
@@ -201,8 +196,8 @@ def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
 
 
 def _rows_per_step(row: Row) -> int:
-    fleet = row["fleet"]
-    return fleet.batch.rows * fleet.run.gradient_accumulation_steps * fleet.machine.gpus * fleet.count
+    fleet, run = row["fleet"], row["fleet"].run
+    return run.per_device_train_batch_size * run.gradient_accumulation_steps * fleet.machine.gpus * fleet.count
 
 
 def _gpus(machine: Machine) -> str:
@@ -289,7 +284,7 @@ TABLES = {
             Column("Rows per step", _rows_per_step),
             Column(
                 "Text and summary (tokens)",
-                lambda row: f"{row['fleet'].batch.length:,} and {row['fleet'].batch.target_length:,}",
+                lambda row: f"{row['fleet'].run.max_length:,} and {row['fleet'].run.max_target_length:,}",
             ),
             Column("Network", "plan.cluster.slowest_link.name"),
             Column(
