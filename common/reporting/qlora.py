@@ -74,16 +74,17 @@ QUALITY = (
 
 def _runs(records: list[Record]) -> list[Row]:
     """Return the runs beside LoRA's, and what nobody has run: of run folders, and with options of `NEEDS_GPUS`."""
+    rows = [not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)) for folder, _ in NEEDS_GPUS.values()]
     needing_gpus = [
         {
-            **(row := not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder))),
+            **row,
             "technique": technique,
             "parallel": parallel,
             "config": {**row["config"], "devices": 2},
             "world": [{}] * 2,
             "command": f'{row["command"]} ARGS="{options}"',
         }
-        for (technique, parallel), (folder, options) in NEEDS_GPUS.items()
+        for row, ((technique, parallel), (_, options)) in zip(rows, NEEDS_GPUS.items(), strict=True)
     ]
     return [*completed(records, LORA, QLORA, QLORA_DDP), *waiting(records, QLORA), *needing_gpus]
 
