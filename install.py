@@ -1,7 +1,7 @@
 """Install this repository and what a command needs into `.venv`: `python3 install.py [EXTRA ...]`.
 
 uv installs in a fraction of pip's time, from the indexes that pip is set to. Where the index has no uv, pip installs.
-Extras are those of pyproject.toml, such as `judge`, `test` and `bench`; versions are those of constraints.txt.
+Extras are those of pyproject.toml, such as `judge` and `test`; versions are those of constraints.txt.
 """
 
 import ast

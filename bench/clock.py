@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from bench.recipe import CHECKS_PER_EPOCH, MOST_EPOCHS, Material, Trial, validation_loss
+from bench.recipe import CHECKS_PER_EPOCH, MOST_EPOCHS, TARGET_LOSSES, Material, Trial, validation_loss
 
 
 @dataclass(frozen=True)
 class Check:
     """One look at the validation loss."""
 
-    step: float
+    step: int
     seconds: float
     """Of training, since the first batch was asked for."""
     loss: float
@@ -36,7 +36,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         """Count on batches of the trial's size."""
-        self.steps_per_epoch = -(-len(self.material.train) // self.trial.batch_size)
+        self.steps_per_epoch = -(-len(self.material.train) // self.trial.run.per_device_train_batch_size)
 
     def start(self) -> None:
         """The first batch is asked for now."""
@@ -46,44 +46,41 @@ class Clock:
         """An optimizer step's batch is there."""
 
     def step_done(self, model: torch.nn.Module) -> bool:
-        """Count one optimizer step; whether the trial is over: target reached, given up, or the loss is no number."""
+        """Count one optimizer step; whether the trial is over: target reached, or the loss is no number."""
         self.step += 1
-        given_up = self.step >= self.trial.most_steps
-        if not self._is_check_due():
-            return given_up
+        done, before = (step * CHECKS_PER_EPOCH // self.steps_per_epoch for step in (self.step, self.step - 1))
+        if done == before:
+            return False
         now_s = time.perf_counter()
         check = Check(self.step, now_s - self.start_s - self.checking_s, validation_loss(model, self.material))
         self.checks.append(check)
-        print(
-            f"step {check.step}: {check.seconds:.1f} s, validation loss {check.loss:.4f}", file=sys.stderr, flush=True
-        )
+        print(f"{self.trial.tool}, {check}", file=sys.stderr, flush=True)
         self.checking_s += time.perf_counter() - now_s
-        return given_up or check.loss <= self.trial.target_loss or not math.isfinite(check.loss)
+        return check.loss <= self.target_loss or not math.isfinite(check.loss)
 
-    def _is_check_due(self) -> bool:
-        """Whether a quarter of an epoch ends with this step."""
-        done, before = (step * CHECKS_PER_EPOCH // self.steps_per_epoch for step in (self.step, self.step - 1))
-        return done > before
+    @property
+    def target_loss(self) -> float:
+        """The loss at which the trial ends."""
+        return TARGET_LOSSES[self.trial.data, self.trial.technique]
 
-
-def reached(checks: list[Check], target: float) -> Check | None:
-    """When the loss first fell to `target`, on the line of the log loss between two checks; None where it never did."""
-    for before, after in zip([None, *checks], checks, strict=False):
-        if after.loss <= target:
-            if before is None:
-                return after
-            share = math.log(before.loss / target) / math.log(before.loss / after.loss)
-            step = before.step + share * (after.step - before.step)
-            return Check(step, before.seconds + share * (after.seconds - before.seconds), target)
-    return None
-
-
-def tokens_per_s(checks: list[Check], tokens_per_epoch: int, steps_per_epoch: int) -> float | None:
-    """Non-padding tokens per second over the whole epochs that were trained, or None where there was none."""
-    ends = [check for check in checks if check.step % steps_per_epoch == 0]
-    if not ends:
+    @property
+    def seconds_to_loss(self) -> float | None:
+        """When the loss first fell to the target, on the line of the log loss between two checks; None: never."""
+        for before, after in zip([None, *self.checks], self.checks, strict=False):
+            if after.loss <= self.target_loss:
+                if before is None:
+                    return after.seconds
+                share = math.log(before.loss / self.target_loss) / math.log(before.loss / after.loss)
+                return before.seconds + share * (after.seconds - before.seconds)
         return None
-    return ends[-1].step // steps_per_epoch * tokens_per_epoch / ends[-1].seconds
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Non-padding tokens per second over the whole epochs that were trained, or None where there was none."""
+        ends = [check for check in self.checks if check.step % self.steps_per_epoch == 0]
+        if not ends:
+            return None
+        return ends[-1].step // self.steps_per_epoch * self.material.train_tokens / ends[-1].seconds
 
 
 class ClockCallback(TrainerCallback):

@@ -1,95 +1,40 @@
-"""Where the time of a step on a GPU goes: sums by kernel, by kind, and of the adapters' thin products."""
+"""Where the time of a step on a GPU goes, by kernel and by the shapes of what it is given."""
 
-import re
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.profiler import profile, schedule
+from transformers import TrainerCallback
 
 from bench.gpu_trial import GPU_SCALE, Scale, Trial, take_steps, trial_started
 from bench.levers import pulled
+from common.checks.preflight import StepClock
 from common.hardware.devices import Gpu
 
-MOST_KERNELS = 40
-"""Of the longest that are kept by name."""
-PROFILED_STEP = 3
-KINDS = {
-    "compiled": r"^triton",  # its names tell all that is fused
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|mha",
-    "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b|::linear",
-    "optimizer": r"adam|optimizer|multi_tensor",
-    "copies": r"memcpy|memset|copy",
-}
-"""Of kernels, by what is in their names; the first that fits."""
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+MOST_ROWS = 40
+"""Of the table, whose first ones took longest."""
+ONE_STEP = schedule(wait=1, warmup=1, active=1, repeat=1)
+"""The third: what is done once is over."""
 
 
-class ProfiledStep(TrainerCallback):
-    """Profiles one optimizer step; `profiler` has what was found, or is None until then."""
+class AfterEachStep(TrainerCallback):
+    """Calls a function at the end of each optimizer step."""
 
-    def __init__(self, device: str) -> None:
-        self.device, self.profiler = device, None
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Begin with the step that counts."""
-        if state.global_step + 1 == PROFILED_STEP:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device != "cpu" else [])]
-            self.profiler = profile(activities=activities, record_shapes=True)
-            self.profiler.start()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Wait for the device, end, and let the training end, too."""
-        if state.global_step == PROFILED_STEP:
-            if self.device != "cpu":
-                torch.accelerator.synchronize()
-            self.profiler.stop()
-            control.should_training_stop = True
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Call it."""
+        self.call()
 
 
 def profiled(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
-    """Return the seconds of one step by kernel and by kind, and the share of products with a side of the LoRA rank."""
+    """Return PyTorch's table of one step's kernels (on a CPU of its operators), the longest first."""
     plan = trial.planned(gpu, scale)
     run = trial.run(scale).changed_to(per_device_train_batch_size=plan.job.batch.rows)
-    with pulled(trial.levers), trial_started(run) as log:
-        device = log.rank.device
-        step = ProfiledStep(device)
-        take_steps(log, step)
-    return {"technique": trial.technique, "name": trial.name, **sums_of(step.profiler, device, run.lora_r)}
-
-
-def sums_of(profiler: profile, device: str, lora_rank: int) -> dict[str, Any]:
-    """Return a profile's sums in seconds: of the device's kernels, or of a CPU's operators."""
-    averages = profiler.key_averages(group_by_input_shape=True)
-    on_cpu = device == "cpu"
-    wanted = DeviceType.CPU if on_cpu else DeviceType.CUDA
-    kernels: Counter[str] = Counter()
-    for each in averages:
-        if each.device_type == wanted and not each.is_user_annotation:
-            kernels[each.key] += (each.self_cpu_time_total if on_cpu else each.self_device_time_total) / 1e6
-    by_kind: Counter[str] = Counter()
-    for name, seconds in kernels.items():
-        by_kind[kind_of(name)] += seconds
-    thin_s = sum(
-        (each.self_cpu_time_total if on_cpu else each.self_device_time_total) / 1e6
-        for each in averages
-        if each.key in PRODUCTS and any(lora_rank in shape for shape in each.input_shapes if isinstance(shape, list))
-    )
-    total_s = kernels.total()
-    return {
-        "total_s": total_s,
-        "by_kind_s": dict(by_kind.most_common()),
-        "adapters_products_share": thin_s / total_s if total_s else None,
-        "kernels_s": dict(kernels.most_common(MOST_KERNELS)),
-    }
-
-
-def kind_of(kernel: str) -> str:
-    """Return what a kernel does, by its name."""
-    return next((kind for kind, words in KINDS.items() if re.search(words, kernel, re.IGNORECASE)), "others")
+    with pulled(trial.levers), trial_started(run) as log, profile(schedule=ONE_STEP, record_shapes=True) as profiler:
+        wait_for_device = StepClock(log.rank.devices)
+        take_steps(log, wait_for_device, AfterEachStep(profiler.step))
+    by = "self_cpu_time_total" if log.rank.device == "cpu" else "self_device_time_total"
+    table = profiler.key_averages(group_by_input_shape=True).table(sort_by=by, row_limit=MOST_ROWS)
+    return {"technique": trial.technique, "name": trial.name, "table": table.splitlines()}

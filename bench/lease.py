@@ -9,7 +9,6 @@ results into the files of `bench` from which tables are made.
 Exit code 0: no part failed; 1: one did; 2: the question is wrong.
 """
 
-import argparse
 import fcntl
 import signal
 import sys
@@ -36,34 +35,11 @@ FOLDER = REPOSITORY / "lease"
 # -- the command line
 
 
-def _check_options(options: argparse.Namespace) -> None:
-    if not options.minutes * 60 > END_S:
-        raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass more, such as 11.")
-    if options.max_files < 1 or not options.max_file_mib > 0:
-        raise BadInputError(
-            f"--max-files is {options.max_files}, and --max-file-mib {options.max_file_mib:g}: pass 1 or more."
-        )
-
-
 def listed(parts: Sequence[Part]) -> str:
     """Return the parts for a reader, with how long they should take, and how long all of them."""
     lines = ["; ".join(filter(None, [f"{part.name}: {part.expected_s:.0f} s", part.left_out])) for part in parts]
     minutes = sum(part.expected_s / part.beside for part in parts if not part.left_out) / 60
     return "\n".join([*lines, f"about {minutes:.0f} minutes for all; what there is no time for waits for another call"])
-
-
-def check_folder(folder: Path, most_files: int) -> None:
-    """Check that the results are among the files that may come back from `folder`.
-
-    Raises:
-        BadInputError: it has too many others.
-    """
-    others = [path.name for path in folder.iterdir() if path.name != RESULTS]
-    if len(others) >= most_files:
-        raise BadInputError(
-            f"{folder} has {len(others)} files besides the results, and --max-files is {most_files}: pass an empty "
-            "--folder."
-        )
 
 
 @contextmanager
@@ -95,13 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", help="refuse to measure on another; with --list, plan for it")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the results; lease where it is left out")
     parser.add_argument("--only", metavar="WORDS", help="parts whose names have these words")
-    parser.add_argument("--max-files", type=int, default=8, help="that come back from the folder")
-    parser.add_argument("--max-file-mib", type=float, default=16.0, help="of a file that comes back")
     parser.add_argument("--rehearse", action="store_true", help="every part on a CPU, with tiny models")
     parser.add_argument("--list", action="store_true", help="say the parts, and run none")
     parser.add_argument("--merge", action="store_true", help="put results into bench's files, and run nothing")
     options = parser.parse_args(arguments)
-    _check_options(options)
+    if not options.minutes * 60 > END_S:
+        raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass more, such as 11.")
     if options.merge:
         lease_merge.merge(options.folder / RESULTS)
         return
@@ -118,8 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(listed(parts))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    check_folder(options.folder, options.max_files)
-    results = Results(options.folder / RESULTS, card.name if card else lease_parts.REHEARSED, options.max_file_mib)
+    results = Results(options.folder / RESULTS, card.name if card else lease_parts.REHEARSED)
     try:
         with alone(results.path):
             spend(parts, results, 60 * options.minutes - seconds_since_start())

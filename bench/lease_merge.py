@@ -9,10 +9,8 @@ from bench.lease_parts import LEASES_PATH, REHEARSED
 from bench.lease_schedule import read_results
 from common.base.errors import BadInputError
 
-NEXT = (
-    "now `python -m bench gpu --update` and `python -m bench planner --update` judge them, and `make tables` shows them"
-)
-KEPT = ("at", "seconds", "status", "why", "card_state", "result")
+NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
+KEPT = ("at", "seconds", "status", "why", "result")
 
 
 def merge(

@@ -1,6 +1,7 @@
 """What a lease measures, the most wanted first, on the card that is there; or, as a rehearsal, on a CPU."""
 
 import json
+import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -8,16 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import generation_trial, gpu_profile, gpu_trial, optimizer_trial, planner_points
+from bench import generation_trial, gpu_profile, gpu_trial, planner_points
 from bench.gpu import kept_trials
 from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
 from bench.lease_schedule import Part
-from bench.optimizer_trial import OPTIMIZERS, TORCHAO
 from bench.planner_points import Point
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.checks import gpu_check, preflight, shared_gpu
-from common.checks.gpu_check import Devices, NoRoomError
+from common.checks.gpu_check import NoRoomError
 from common.checks.machine_facts import facts
 from common.checks.processes import not_installed
 from common.checks.shared_gpu import LIMIT_S, PAIRS, RESTART, SMOKE
@@ -41,10 +41,7 @@ def card_here(asked: str | None = None) -> Gpu:
     wanted = find_gpu(asked) if asked else None
     card = planner_points.gpu_here()
     if wanted not in (None, card):
-        raise BadInputError(
-            f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it; its rows have a "
-            "line of their own."
-        )
+        raise BadInputError(f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it.")
     return replace(card, memory_gib=min(card.memory_gib, free_gib()) - CONTEXT_GIB)
 
 
@@ -89,11 +86,6 @@ def profile_step(technique: str, name: str, card: str | None, memory_gib: float 
     return gpu_profile.profiled(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
 
 
-def step_alone(optimizer: str, card: str | None, **memory: Any) -> dict[str, Any]:
-    """Return the seconds of an optimizer's step."""
-    return optimizer_trial.measure(optimizer, scale_of(card))
-
-
 def answer(rows: int, card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return how long `rows` answers take at once."""
     return generation_trial.measure(rows, device_of(card, memory_gib), scale_of(card))
@@ -117,10 +109,9 @@ def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | N
     return planner_points.measured_point(Point(**point), device_of(card, memory_gib), measure)
 
 
-def run_tests(files: list[str], card: str | None, memory_gib: float | None) -> dict[str, Any]:
+def run_tests(files: list[str], card: str | None, **memory: Any) -> dict[str, Any]:
     """Return which tests of some files of `tests/gpu` pass; on the CPU, of their rehearsal."""
-    devices = Devices("cuda", 1, device_of(card, memory_gib)) if card else Devices("cpu", 2)
-    return gpu_check.run_tests(devices, TESTS_LIMIT_S, [f"tests/gpu/{file}.py" for file in files])
+    return gpu_check.run_tests("cuda" if card else "cpu", TESTS_LIMIT_S, [f"tests/gpu/{file}.py" for file in files])
 
 
 def trial_of(technique: str, name: str) -> Trial:
@@ -141,7 +132,7 @@ PREFLIGHTS = (
     ("3.3_visual_question_answering/run_1_a6000_48g_x1", "3.3_visual_question_answering/run_0_cpu_x1", 0),
 )
 """Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
-PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 150.0
+PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 240.0
 PROFILED = (
     ("full", "compiled, fused AdamW, 4 micro-batches"),
     ("lora", "compiled, cuDNN"),
@@ -182,7 +173,6 @@ def wanted_parts(card: Gpu | None) -> list[Part]:
         *pair_parts(card),
         *levers[:2],
         *profile_parts(card),
-        *optimizer_parts(card),
         *new_tests,
         *points[:POINTS],
         *levers[2:],
@@ -254,25 +244,14 @@ def profile_parts(card: Gpu | None) -> list[Part]:
     ]  # fmt: skip
 
 
-def optimizer_parts(card: Gpu | None) -> list[Part]:
-    """Return the steps of each optimizer alone."""
-    packages = {TORCHAO: ["torchao"]}
-    return [
-        _part(
-            f"optimizer: {name}", step_alone, card, 20, 60,
-            optimizer=name, left_out=not_installed(packages.get(name, [])),
-        )
-        for name in OPTIMIZERS
-    ]  # fmt: skip
-
-
 def point_parts(card: Gpu | None) -> list[Part]:
     """Return points of the planner that are not kept yet, of all kinds; three small ones are measured at once."""
     if card is None:
         return [_point_part(point, None) for point in REHEARSED_POINTS]
     known = planner_points.known_points(planner_points.kept_records(), card.name)
-    missing = [point for point in planner_points.all_points(card) if point not in known]
-    return [_point_part(point, card) for point in planner_points.across_strata(missing)]
+    missing = [point for point in planner_points.all_points() if point not in known]
+    random.Random(0).shuffle(missing)  # so that any first few are of different kinds
+    return [_point_part(point, card) for point in missing]
 
 
 def _point_part(point: Point, card: Gpu | None) -> Part:
@@ -280,7 +259,7 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
     weights = read_architecture(point.model).parameters
     beside = max(1, min(PAIRS_AT_ONCE, int(card.memory_gib // (1.1 * planned_gib)))) if card else 1
     expected_s = 20 + weights / SLOWEST_WEIGHTS_PER_S
-    return _part(f"point: {point.label}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
+    return _part(f"point: {point.step.name}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
 
 
 def test_parts(card: Gpu | None) -> list[Part]:

@@ -2,12 +2,10 @@
 
 import json
 import os
-import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,8 +17,6 @@ from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_grou
 
 RESULTS = "results.jsonl"
 POLL_S = 0.05
-LINES_IN_A_FILE = 256
-"""The most bytes of a file, divided by this, are those of a line: there are fewer parts."""
 Status = Literal["done", "failed", "cut off", "left out"]
 
 
@@ -57,7 +53,6 @@ class Results:
 
     path: Path
     card: str
-    most_mib: float
 
     def of_this_card(self) -> list[dict[str, Any]]:
         """Return the lines that the file has of this card, each part's last one."""
@@ -70,13 +65,10 @@ class Results:
         return sorted(wanted, key=lambda part: status.get(part.name) == "failed")
 
     def add(self, part: Part, status: Status, why: str = "", seconds: float = 0.0, **found: Any) -> dict[str, Any]:
-        """Add a part's line, and say it; what is too long for a file that may come back is left out of it."""
+        """Add a part's line, and say it."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"part": part.name, "card": self.card, "status": status, "why": why, "seconds": round(seconds, 1)}
         line = without_places(about | {"at": at} | found)
-        most_bytes = self.most_mib * 2**20 / LINES_IN_A_FILE
-        if (size := len(json.dumps(line))) > most_bytes:
-            line = {**about, "at": at, "status": "failed", "why": f"its result has {size:,} bytes, too many for a line"}
         with self.path.open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(line))  # after a line that was cut off another begins
             file.flush()
@@ -95,51 +87,6 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     return list(by.values())
 
 
-# -- the card's clock and power
-
-
-@dataclass
-class CardWatch:
-    """Reads a GPU's clock, power and temperature twice a second, in a thread; on a machine without one nothing."""
-
-    readings: list[tuple[float, float, float, float]] = field(default_factory=list)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Read until the end of the context."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._read, args=(over,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _read(self, over: threading.Event) -> None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:  # no package, or no driver: `NVMLError` has no name where the import failed
-            return
-        while not over.wait(0.5):
-            with suppress(pynvml.NVMLError):
-                clock_mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-                power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-                celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
-                self.readings.append((time.monotonic(), clock_mhz, power_w, celsius))
-
-    def since(self, start_s: float) -> dict[str, float] | None:
-        """Return the median clock, and the most power and heat, since a time of `time.monotonic`; None: no reading."""
-        found = [reading for reading in self.readings if reading[0] >= start_s]
-        if not found:
-            return None
-        _, clocks_mhz, powers_w, celsius = zip(*found, strict=True)
-        return {"clock_mhz": statistics.median(clocks_mhz), "power_w": max(powers_w), "celsius": max(celsius)}
-
-
 # -- a part's process
 
 
@@ -155,8 +102,8 @@ class Started:
     def __post_init__(self) -> None:
         """Start the process."""
         self.log: IO[str] = (self.folder / "log").open("w+", errors="replace")
-        task = json.dumps({"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out)})
-        self.process = start_process(["-m", "bench.lease_part", task], self.log, stdin=PIPE, text=True)
+        task = {"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out), "waits": True}
+        self.process = start_process(["-m", "bench.apart", json.dumps(task)], self.log, stdin=PIPE, text=True)
 
     @property
     def out(self) -> Path:
@@ -201,13 +148,13 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
             results.add(part, "left out", part.left_out)
         else:
             waiting.append(part)
-    watch, running, ready = CardWatch(), [], None
-    with tempfile.TemporaryDirectory(prefix="lease-") as folder, watch.watching():
+    running, ready = [], None
+    with tempfile.TemporaryDirectory(prefix="lease-") as folder:
         try:
             while waiting or running:
                 for each in [each for each in running if each.is_over()]:
                     running.remove(each)
-                    _finish(each, results, watch)
+                    _finish(each, results)
                 part = next((part for part in waiting if part.expected_s < _left_s(deadline_s)), None)
                 if part is None and not running:
                     break
@@ -247,18 +194,17 @@ def _may_join(part: Part, running: Sequence[Started]) -> bool:
     return len(running) < min([part.beside, *(each.part.beside for each in running)])
 
 
-def _finish(ended: Started, results: Results, watch: CardWatch) -> None:
+def _finish(ended: Started, results: Results) -> None:
     """Add the line of a part that is over."""
     seconds = time.monotonic() - ended.start_s
     exit_code, words = ended.end()
-    about = {"card_state": watch.since(ended.start_s)}
     if ended.out.is_file():  # whatever became of the process afterwards
         found = json.loads(ended.out.read_text("utf-8"))
         status = {FAILS: "failed", LEFT_OUT: "left out"}.get(found.get("status"), "done")
-        results.add(ended.part, status, found.get("why", ""), seconds, result=found, **about)
+        results.add(ended.part, status, found.get("why", ""), seconds, result=found)
     elif exit_code is None and ended.limit_s < ended.part.limit_s:
-        results.add(ended.part, "cut off", f"the lease was over after {ended.limit_s:.0f} s of it", seconds, **about)
+        results.add(ended.part, "cut off", f"the lease was over after {ended.limit_s:.0f} s of it", seconds)
     else:
         why = f"took longer than {ended.limit_s:.3g} s; last words: " if exit_code is None else ""
         output = words[-KEPT_LINES:]
-        results.add(ended.part, "failed", why + last_error("\n".join(words)), seconds, output=output, **about)
+        results.add(ended.part, "failed", why + last_error("\n".join(words)), seconds, output=output)

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import bitsandbytes.optim.optimizer as bnb_optimizer
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,14 +19,6 @@ from common.training.loop import TrainingLoop
 
 MANY_LOGITS = 2**28
 """Of a chunk, on a card with room for about 4 GiB of them: a head's product of 261 tokens (2^25 logits) is too thin."""
-
-
-def without_waits_per_weight() -> AbstractContextManager[Any]:
-    """Let bitsandbytes start a weight's update before that of the last one has ended.
-
-    Its optimizers wait for the GPU after every weight (`Optimizer8bit.step`), which paged states alone need.
-    """
-    return mock.patch.object(bnb_optimizer, "sync_gpu", _goes_on)
 
 
 def without_wait_for_norm() -> AbstractContextManager[Any]:
@@ -94,7 +85,6 @@ def _put_ligers_into(kernels: dict[str, bool], model: torch.nn.Module, none: Non
 
 
 LEVERS = {
-    "no waits per weight": without_waits_per_weight,
     "no wait for the norm": without_wait_for_norm,
     "2^28 logits at once": many_logits_at_once,
     "cuDNN's attention": cudnn_attention,

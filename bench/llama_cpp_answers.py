@@ -12,9 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from common.base.paths import REPOSITORY
 from common.data.rows import Row
 from common.data.splits import load_splits
+from common.data.templates import begins_by_itself
 from common.models.loading import EMBEDDED_BASE
 from common.records.store import package_version, write_json
 from common.serving.gguf_file import PRE_TOKENIZERS, WEIGHT_TYPES, check_tokenizer, export_gguf
-from common.serving.ollama_file import text_of
 from common.serving.tuned_runs import TunedRun, find_run
 from common.tasks.answers import generate_answers
 
@@ -50,30 +50,6 @@ TEXTS = (
     "e\u0301 decomposed, a\u00a0no-break space, \u200bzero width",
 )
 """What pre-tokenizers divide differently."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What llama.cpp made of one file.
-
-    Attributes:
-        base: Name of the base.
-        equal_prompts: Questions whose tokens are the same.
-        equal_texts: The same of `TEXTS`.
-        equal_answers: Questions with the same answer.
-        logit_difference: Largest of a prompt's next token, over the largest logit.
-    """
-
-    base: str
-    model_type: str
-    pre_tokenizer: str
-    weight_type: str
-    questions: int
-    equal_prompts: int
-    texts: int
-    equal_texts: int
-    equal_answers: int
-    logit_difference: float
 
 
 def make_base(model_type: str, pre_tokenizer: str, folder: Path) -> Path:
@@ -115,8 +91,12 @@ def tuned_on(base: Path | str, workflow: str, results: Path, *settings: str) -> 
     return find_run(str(folder.parent))
 
 
-def compare(tuned: TunedRun, weight_type: str, folder: Path) -> Compared:
-    """Write a tuned model as GGUF into `folder`, and let llama.cpp tokenize and answer its run's test questions."""
+def compare(tuned: TunedRun, weight_type: str, folder: Path) -> dict[str, Any]:
+    """Write a tuned model as GGUF into `folder`, and let llama.cpp tokenize and answer its run's test questions.
+
+    Return how many prompts, texts and answers are the same, and the largest difference of a prompt's next logits, over
+    the largest logit.
+    """
     tokenizer = AutoTokenizer.from_pretrained(tuned.whole_model, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(tuned.whole_model, dtype=torch.float32, trust_remote_code=False).eval()
     rows = load_splits(tuned.run).test
@@ -126,10 +106,18 @@ def compare(tuned: TunedRun, weight_type: str, folder: Path) -> Compared:
         *(_question(row, tokenizer, model, llama, tuned.run.max_new_tokens) for row in rows), strict=True
     )
     texts = [tokenizer(text)["input_ids"] == _tokens(text, llama) for text in TEXTS]
-    return Compared(
-        Path(tuned.run.model).name, model.config.model_type, check_tokenizer(tokenizer), weight_type,
-        len(rows), sum(prompts), len(texts), sum(texts), sum(answers), max(differences),
-    )  # fmt: skip
+    return {
+        "base": Path(tuned.run.model).name,
+        "model_type": model.config.model_type,
+        "pre_tokenizer": check_tokenizer(tokenizer),
+        "weight_type": weight_type,
+        "questions": len(rows),
+        "equal_prompts": sum(prompts),
+        "texts": len(texts),
+        "equal_texts": sum(texts),
+        "equal_answers": sum(answers),
+        "logit_difference": max(differences),
+    }
 
 
 def load_llama(file: Path) -> Llama:
@@ -148,7 +136,8 @@ def _question(
 ) -> tuple[bool, bool, float]:
     """Return whether a question's tokens and its answer are the same, and the difference of the first logits."""
     question = row["messages"][:-1]
-    tokens = _tokens(text_of(question, tokenizer), llama)
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    tokens = _tokens(text.removeprefix(tokenizer.bos_token if begins_by_itself(tokenizer) else ""), llama)
     batch = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         expected = model(**batch).logits[0, -1]
@@ -180,8 +169,8 @@ def main() -> None:
         runs += [tuned_on(base, FULL, place / "results", *full) for base in bases.values()]
         found = [compare(tuned, weight_type, place) for tuned, weight_type in product(runs, WEIGHT_TYPES)]
     packages = {name: package_version(name) for name in PACKAGES}
-    write_json({"packages": packages, "compared": [asdict(each) for each in found]}, RECORD)
-    print(json.dumps([asdict(each) for each in found], indent=2))
+    write_json({"packages": packages, "compared": found}, RECORD)
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
-Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts. Points
-with a smaller card's memory show whether what is said to fit does.
+Every point is a model with random weights, made on the GPU, and two optimizer steps, of which the second counts.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
@@ -10,24 +9,30 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import product, zip_longest
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
-from common.checks.fake_steps import mark_segments
 from common.checks.folder_training import tried_by_folder
+from common.checks.preflight import StepClock
 from common.checks.tried_rows import rows_of_length
-from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
+from common.hardware.devices import (
+    Gpu,
+    MemoryReading,
+    forget_peak,
+    gpu_of_device,
+    gpus,
+    read_memory,
+)
 from common.planning.architectures import read_architecture
-from common.planning.gpu_overhead import CONTEXT_GIB, memory_with_overhead
+from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import job_of_run
@@ -36,22 +41,69 @@ from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 
 STEPS = 2
-"""The second has optimizer states from its start, and is the one that counts."""
+"""The second has optimizer states from its start, and so the highest peak."""
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 SHAPES = ((4, 512), (1, 2048), (1, 8192))
-"""Rows and their length in tokens, of the points with the whole card."""
+"""Rows and their length in tokens."""
 QLORA_MODELS = ("llama-3.1-8b", "qwen2.5-7b")
 LARGE_QLORA_MODEL = "llama-3.1-70b"
 """In 4 bits it has room on one card of 141 GB."""
-SMALL_CARDS = ("a4000", "a5000", "a6000")
-"""Of 16, 24 and 48 GB."""
-SMALL_CARD_SHAPES = tuple(product((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32), (512, 1024, 2048)))
-FULLNESS = (0.5, 0.65, 0.75, 0.85, 0.9, 0.94, 0.98, 1.02, 1.06, 1.1, 1.15, 1.25, 1.4, 1.6)
-"""Planned memory over a small card's, of the points to look for: seven that fit and seven that do not."""
 TOO_LARGE = 1.3
-"""Planned memory over the whole card's from which on a point is not even tried."""
+"""Planned memory over the card's from which on a point is not even tried."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step whose memory the closed form and the dry run tell."""
+
+    run: RunConfig
+    batch: BatchShape
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it from others, in a few words."""
+        run, batch = self.run, self.batch
+        special = [
+            run.quantization if run.technique == "qlora" else "",
+            "checkpointed" if run.gradient_checkpointing else "",
+            "eager" if run.attention == "eager" else "",
+            "padded" if batch.padded else "",
+            "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
+            f"{run.parallel} x{run.devices}" if run.parallel != "single" else "",
+            f"{run.schedule} of {run.micro_batches}" if run.parallel == "pp" else "",
+            f"{batch.tiles} tiles" if batch.tiles else "",
+            "trained tower" if batch.tiles and not run.freeze_vision_tower else "",
+            f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
+            "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
+        ]
+        words = [run.technique, run.model, run.precision, f"{batch.rows}x{batch.length}", *filter(None, special)]
+        return " ".join(words)
+
+
+def step_of(
+    technique: str,
+    model: str,
+    checkpointing: bool,
+    shape: tuple[int, int],
+    padded: bool = False,
+    labelled: int | None = None,
+    tiles: int = 0,
+    **settings: Any,
+) -> Step:
+    """Return a step with random weights; full fine-tuning is of every weight unless `settings` say otherwise."""
+    rows, length = shape
+    run = RunConfig(
+        technique=technique,
+        model=model,
+        gradient_checkpointing=checkpointing,
+        weights="random",
+        device="cuda",
+        report_to="none",
+        **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
+    )
+    return Step(run, BatchShape(rows, length, labelled or length - 1, padded, tiles=tiles))
 
 
 @dataclass(frozen=True)
@@ -64,70 +116,38 @@ class Point:
     length: int
     """Tokens of a row."""
     gradient_checkpointing: bool
-    card: str = ""
-    """The smaller card, by its name in the catalogue, whose memory it gets; empty = all that there is."""
     linear_only: bool = False
     """Whether full fine-tuning trains the linear layers alone; else every weight."""
     quantization: str = "nf4"
     """Of the frozen weights, with qlora."""
 
     @property
-    def target_modules(self) -> str:
-        """As the run is told."""
-        return "all" if self.technique == "full" and not self.linear_only else "all-linear"
-
-    @property
-    def run(self) -> RunConfig:
-        """The run whose step this is."""
-        return RunConfig(
-            technique=self.technique,
-            device="cuda",
-            model=self.model,
-            weights="random",
-            precision="bf16",
-            target_modules=self.target_modules,
-            gradient_checkpointing=self.gradient_checkpointing,
-            quantization=self.quantization,
-            report_to="none",
-        )
-
-    @property
-    def batch(self) -> BatchShape:
-        """Every token is learnt but the first, which nothing predicts."""
-        return BatchShape(self.rows, self.length, self.length - 1)
-
-    @property
-    def label(self) -> str:
-        """What distinguishes it from other points, in a few words."""
-        special = {
-            "linear layers": self.linear_only,
-            "checkpointed": self.gradient_checkpointing,
-            self.quantization: self.technique == "qlora",
-            self.card: self.card,
-        }
-        told = (name for name, is_so in special.items() if is_so)
-        return " ".join([self.technique, self.model, f"{self.rows}x{self.length}", *told])
+    def step(self) -> Step:
+        """What is measured."""
+        linear_only = {"target_modules": "all-linear"} if self.linear_only else {}
+        shape, settings = (self.rows, self.length), {"quantization": self.quantization, **linear_only}
+        return step_of(self.technique, self.model, self.gradient_checkpointing, shape, **settings)
 
     def planned(self, gpu: Gpu) -> DeviceMemory:
         """The closed form's answer."""
         architecture = read_architecture(self.model)
-        return memory_with_overhead(architecture, job_of_run(self.run, self.batch), whole_model(architecture), gpu)
+        return memory_with_overhead(
+            architecture, job_of_run(self.step.run, self.step.batch), whole_model(architecture), gpu
+        )
 
 
 # -- which points
 
 
-def all_points(here: Gpu) -> list[Point]:
-    """With the whole card (also linear layers alone, and qlora), then with the memory of smaller ones."""
+def all_points() -> list[Point]:
+    """Full and LoRA in every shape, full fine-tuning of linear layers alone, and QLoRA."""
     grid = product(TECHNIQUES, MODELS, SHAPES, (False, True))
-    whole_card = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
+    points = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
     linear_grid = product(MODELS, SHAPES[:1], (False, True))
-    whole_card += [
+    points += [
         Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid
     ]
-    whole_card += qlora_points()
-    smaller = [card for card in SMALL_CARDS if find_gpu(card).memory_gib < here.memory_gib]
-    return whole_card + [point for card in smaller for point in small_card_points(card)]
+    return points + qlora_points()
 
 
 def qlora_points() -> list[Point]:
@@ -141,93 +161,29 @@ def qlora_points() -> list[Point]:
     return points
 
 
-@cache
-def small_card_points(card: str) -> list[Point]:
-    """The points that are planned to fill the card nearest to each of `FULLNESS`, on either side of full."""
-    gpu = find_gpu(card)
-    grid = product(TECHNIQUES, MODELS, SMALL_CARD_SHAPES, (False, True))
-    fullness = {}
-    for technique, model, shape, checkpointing in grid:
-        point = Point(technique, model, *shape, checkpointing, card)
-        fullness[point] = point.planned(gpu).peak_gib / gpu.memory_gib
-    chosen: list[Point] = []
-    for wanted in FULLNESS:
-        left = [point for point in fullness if point not in chosen and (fullness[point] > 1) == (wanted > 1)]
-        chosen.append(min(left, key=lambda point: abs(fullness[point] - wanted)))
-    return chosen
-
-
 # -- one point, in its own process
 
 
-class PeakWatch(TrainerCallback):
-    """Told the step's segments as the dry run's tracker is; keeps a device's highest memory in each, in GiB.
+def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> MemoryReading:
+    """Return a device's memory after two optimizer steps by the technique's own workflow, whose peak is the second's.
 
-    What precedes the first layer, such as the batch on its way, is `load`.
+    A CPU, on which points are rehearsed, has the process's memory instead.
     """
-
-    def __init__(self, device: str) -> None:
-        """Begin before the first step; a CPU, on which points are rehearsed, has the process's memory instead."""
-        self.device, self.segment, self.reserved_gib = device, "load", 0.0
-        self.segments_gib: dict[str, float] = {}
-
-    def on_train_begin(self, *_: object, model: torch.nn.Module, **__: object) -> None:
-        """Have the layers tell where they begin."""
-        mark_segments(model, self)
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Forget the step before."""
-        self.restart()
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        """Begin the update; the gradients were clipped before."""
-        self.enter("optimizer: step")
-
-    def enter(self, segment: str, new_part: str = "") -> None:
-        """From now on the peak is of `segment`; what is made is not told apart here."""
-        self.remember()
-        self.segment = segment
-
-    def restart(self) -> None:
-        """Forget all that was: the next step counts."""
-        self.remember()
-        self.segment = "load"
-        self.segments_gib.clear()
-
-    def remember(self) -> None:
-        """Note the peak since the last time, and look for the next."""
-        memory = read_memory(self.device)
-        self.segments_gib[self.segment] = max(memory.peak_gib, self.segments_gib.get(self.segment, 0.0))
-        self.reserved_gib = max(self.reserved_gib, memory.peak_reserved_gib or 0.0)
-        forget_peak(self.device)
-
-
-def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
-    """Two optimizer steps by the technique's own workflow on `device`; the memory of the second, by segment."""
-    watch, asked = PeakWatch(device), replace(run, max_steps=2, per_device_train_batch_size=batch.rows)
+    asked = replace(run, max_steps=STEPS, per_device_train_batch_size=batch.rows)
+    from_the_first_step_on = StepClock([], partial(forget_peak, device))
     with tempfile.TemporaryDirectory() as folder:
-        log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [watch])
+        log = Trial(asked, Rank(0, 1, device, "python"), Path(folder), [from_the_first_step_on])
         tried_by_folder(log, rows_of_length(asked, batch.length))
-    watch.remember()
-    return watch
+    return read_memory(device)
 
 
 def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
     """The point's figures in GiB, from this process's device; `oom` where its memory does not suffice."""
-    if point.card:
-        total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        # a card's context takes its share of it; here it lies outside of what the fraction caps
-        torch.cuda.set_per_process_memory_fraction((find_gpu(point.card).memory_gib - CONTEXT_GIB) / total_gib)
     try:
-        watch = watched_steps(replace(point.run, device=device), point.batch, device)
+        memory = watched_steps(replace(point.step.run, device=device), point.step.batch, device)
     except torch.OutOfMemoryError:
         return {"outcome": "oom"}
-    return {
-        "outcome": "ran",
-        "allocated_gib": max(watch.segments_gib.values()),
-        "reserved_gib": watch.reserved_gib,
-        "segments_gib": watch.segments_gib,
-    }
+    return {"outcome": "ran", "allocated_gib": memory.peak_gib, "reserved_gib": memory.peak_reserved_gib}
 
 
 # -- all points
@@ -235,19 +191,16 @@ def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
 
 def measured_point(point: Point, here: Gpu, measure_one: Callable[[Point], dict[str, Any]]) -> dict[str, Any]:
     """The point's record: its settings, what was planned, and what came of it, by `measure_one`."""
-    gpu = find_gpu(point.card) if point.card else here
-    planned = point.planned(gpu)
-    if not point.card and planned.peak_gib > TOO_LARGE * gpu.memory_gib:
-        outcome = {"outcome": "skipped"}
-    else:
-        outcome = measure_one(point)
+    planned = point.planned(here)
+    is_tried = planned.peak_gib <= TOO_LARGE * here.memory_gib
+    outcome = measure_one(point) if is_tried else {"outcome": "skipped"}
     return {
         **asdict(point),
         "planned_gib": planned.allocated_gib,
         "planned_with_overhead_gib": planned.peak_gib,
-        "capacity_gib": gpu.memory_gib,
+        "capacity_gib": here.memory_gib,
         "dry_run_gib": None,
-        **dict.fromkeys(("allocated_gib", "reserved_gib", "segments_gib")),
+        **dict.fromkeys(("allocated_gib", "reserved_gib")),
         **outcome,
         "torch": torch.__version__,
         "gpu": here.name,
@@ -258,8 +211,8 @@ def with_dry_run(record: dict[str, Any]) -> dict[str, Any]:
     """The record with the dry run's peak, which takes seconds and no GPU; a dry run quantizes no weights."""
     if record["dry_run_gib"] is not None or record["technique"] == "qlora":
         return record
-    point = point_of(record)
-    return {**record, "dry_run_gib": dry_run(point.run, point.batch).peak_gib}
+    step = point_of(record).step
+    return {**record, "dry_run_gib": dry_run(step.run, step.batch).peak_gib}
 
 
 def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:
@@ -275,15 +228,6 @@ def known_points(records: Sequence[dict[str, Any]], gpu: str) -> list[Point]:
 def point_of(record: dict[str, Any]) -> Point:
     """The point of a record; early ones lack fields that have their default."""
     return Point(**{name: record[name] for name in Point.__dataclass_fields__ if name in record})
-
-
-def across_strata(points: Sequence[Point]) -> list[Point]:
-    """The points in an order in which any first few are of different kinds: one of each technique, model and card."""
-    strata: dict[tuple[str, str, str], list[Point]] = {}
-    for point in points:
-        strata.setdefault((point.technique, point.model, point.card), []).append(point)
-    turned = [of[turn % len(of) :] + of[: turn % len(of)] for turn, of in enumerate(strata.values())]  # other shapes
-    return [point for turn in zip_longest(*turned) for point in turn if point]
 
 
 def gpu_here() -> Gpu:

@@ -1,16 +1,14 @@
 """What every tool of the training benchmark is given: rows, base, adapters, schedule, and the loss it must reach."""
 
-import heapq
+import math
+import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from bench.long_rows import long_rows
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Splits, Tokens
 from common.data.splits import load_splits, tokens_of
@@ -18,32 +16,25 @@ from common.models.loading import any_shape_config, load_base_model, load_tokeni
 from common.models.trained_weights import with_trained_weights
 from common.runtime import recorder
 
-Technique = Literal["lora", "full"]
-DataSet = Literal["short", "long", "random"]
-"""The embedded rows as they are, and joined to conversations; and tokens drawn from a whole vocabulary."""
-LONG_TRAIN_ROWS, LONG_VALIDATION_ROWS = 256, 32
-RANDOM_LENGTH = 1024
-"""Tokens of each random row."""
-
-BATCH_SIZES: dict[DataSet, int] = {"short": 16, "long": 8, "random": 2}
-"""Rows of an optimizer step."""
-TARGET_LOSSES: dict[tuple[DataSet, Technique], float] = {
-    ("short", "lora"): 0.1,
-    ("short", "full"): 0.05,
-    ("long", "lora"): 0.5,
-    ("long", "full"): 0.4,
-}
+TECHNIQUES = ("lora", "full")
+BATCH_SIZES = {"short": 16, "long": 8, "random": 2}
+"""Rows of an optimizer step: of the embedded rows as they are, joined to conversations, and of random tokens."""
+TARGET_LOSSES = {("short", "lora"): 0.1, ("short", "full"): 0.05, ("long", "lora"): 0.5, ("long", "full"): 0.4}
 """Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate."""
+RATES = {("short", "lora"): 5e-4, ("short", "full"): 2e-3, ("long", "lora"): 1e-3, ("long", "full"): 4e-3}
+"""The learning rate, of this one, its half and its double, with which a tool takes the fewest steps (seed 7)."""
+OTHER_RATES = {
+    **dict.fromkeys((("short", "lora", tool) for tool in ("trainer", "sft-best")), 1e-3),
+    **dict.fromkeys((("short", "full", tool) for tool in ("trainer-grouped", "sft-grouped")), 4e-3),
+}
+"""The same of tools that are best with another one."""
 MOST_EPOCHS = 6
-MOST_STEPS: dict[DataSet, int] = {"short": MOST_EPOCHS * 52, "long": MOST_EPOCHS * 32}
 CHECKS_PER_EPOCH = 4
-WARMUP_STEPS = 10
-WEIGHT_DECAY = 0.01
-MAX_GRAD_NORM = 0.3
-SCHEDULER = "constant_with_warmup"
-"""With a constant rate, what is reached after some steps does not hang on how many steps were planned. A cosine would
-favour a tool whose plan happens to end where the target is."""
 
+LONG_TRAIN_ROWS, LONG_VALIDATION_ROWS, LONG_SEED = 256, 32, 20263
+LEAST, MOST, MEDIAN, SPREAD = 20, 1000, 80, 1.1
+"""Tokens of a long row, and of their lognormal lengths the standard deviation of the logarithms."""
+RANDOM_ROWS, RANDOM_LENGTH = 10, 1024
 VALIDATION_ROWS_AT_ONCE = 8
 
 
@@ -52,41 +43,31 @@ class Trial:
     """One training by one tool, in a process of its own."""
 
     tool: str
-    technique: Technique
-    learning_rate: float
-    seed: int
-    target_loss: float
-    """Validation loss at which the trial ends, in nats per answer token."""
-    most_steps: int
-    """Optimizer steps after which the trial is given up."""
+    technique: str
+    data: str
+    seed: int = 42
     train_rows: int = -1
-    data: DataSet = "short"
     model: str = RunConfig.model
     """Folder of the base."""
-    longest_rows: bool = False
-    """Train only on the longest rows, one batch of them, which needs the most memory."""
 
     @property
-    def batch_size(self) -> int:
-        """Rows of an optimizer step."""
-        return BATCH_SIZES[self.data]
+    def run(self) -> RunConfig:
+        """The same as a run of this repository would be set.
 
-    def to_dict(self) -> dict[str, object]:
-        """For the command line of the trial's process."""
-        return asdict(self)
-
-    def run_config(self) -> RunConfig:
-        """The same as a run of this repository would be set."""
+        Of a constant learning rate what is reached after some steps does not hang on how many were planned: a cosine
+        would favour a tool whose plan happens to end where the target is.
+        """
+        usual = RATES.get((self.data, self.technique), RunConfig.learning_rate)
         return RunConfig(
             technique=self.technique,
             model=self.model,
-            per_device_train_batch_size=self.batch_size,
+            per_device_train_batch_size=BATCH_SIZES[self.data],
             num_train_epochs=MOST_EPOCHS,
-            learning_rate=self.learning_rate,
-            lr_scheduler_type=SCHEDULER,
-            warmup_steps=WARMUP_STEPS,
-            weight_decay=WEIGHT_DECAY,
-            max_grad_norm=MAX_GRAD_NORM,
+            learning_rate=OTHER_RATES.get((self.data, self.technique, self.tool), usual),
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=10,
+            weight_decay=0.01,
+            max_grad_norm=0.3,
             seed=self.seed,
             train_rows=self.train_rows,
         )
@@ -128,12 +109,9 @@ def material_of(trial: Trial) -> Material:
     """The rows of a trial's data set as tokens; where `train_rows` is set, that many, and one batch for validation."""
     if trial.data == "random":
         return random_material(trial)
-    material = load_material(trial.run_config()) if trial.data == "short" else long_material(trial.run_config())
+    material = load_material(trial.run) if trial.data == "short" else long_material(trial.run)
     if trial.train_rows > 0:
-        material = replace(material, validation=material.validation[:VALIDATION_ROWS_AT_ONCE])
-    if trial.longest_rows:
-        longest = heapq.nlargest(trial.batch_size, material.train, key=lambda row: len(row["input_ids"]))
-        return replace(material, train=longest)
+        return replace(material, validation=material.validation[:VALIDATION_ROWS_AT_ONCE])
     return material
 
 
@@ -145,18 +123,38 @@ def long_material(run: RunConfig) -> Material:
     return Material(turns.tokenizer, long_rows(turns.train, count), validation)
 
 
+def long_rows(turns: Sequence[Tokens], count: int) -> list[Tokens]:
+    """Return `count` conversations of lognormal lengths, each of as many turns as its length has room for.
+
+    All `turns` come up about equally often: they are shuffled, and again once all were used. The rows are the same each
+    time.
+    """
+    rng, rows = random.Random(LONG_SEED), []
+    pile: list[Tokens] = []
+    for _ in range(count):
+        room = min(max(rng.lognormvariate(math.log(MEDIAN), SPREAD), LEAST), MOST)
+        taken: list[Tokens] = []
+        while True:
+            pile = pile or rng.sample(turns, len(turns))
+            room -= len(pile[-1]["input_ids"])
+            if taken and room < 0:
+                break
+            taken.append(pile.pop())
+        rows.append(joined(taken))
+    return rows
+
+
+def joined(turns: Sequence[Tokens]) -> Tokens:
+    """Return one row of several: a conversation, as the embedded chat template is one message after the other."""
+    return {name: [token for turn in turns for token in turn[name]] for name in turns[0]}
+
+
 def random_material(trial: Trial) -> Material:
-    """Rows of one length for all steps, drawn from the whole vocabulary; every token is an answer's."""
-    vocabulary = any_shape_config(trial.model).vocab_size
-    shape = (trial.most_steps * trial.batch_size, RANDOM_LENGTH)
-    drawn = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(trial.seed)).tolist()
+    """Rows of one length, drawn from the whole vocabulary; every token is an answer's."""
+    shape, drawn_by = (RANDOM_ROWS, RANDOM_LENGTH), torch.Generator().manual_seed(trial.seed)
+    drawn = torch.randint(any_shape_config(trial.model).vocab_size, shape, generator=drawn_by).tolist()
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in drawn]
-    return Material(load_tokenizer(trial.run_config()), rows, [])
-
-
-def base_folder(run: RunConfig) -> Path:
-    """Where the embedded base lies."""
-    return REPOSITORY / run.model
+    return Material(load_tokenizer(trial.run), rows, [])
 
 
 def load_model(run: RunConfig) -> PreTrainedModel:
@@ -188,8 +186,6 @@ def padded(rows: list[Tokens]) -> dict[str, torch.Tensor]:
     """Rows of one batch as tensors of shape (rows, tokens), padded on the right with zeros that nobody sees."""
     filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
     return {
-        name: torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value
-        )
+        name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
         for name, value in filling.items()
     }

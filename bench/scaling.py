@@ -1,68 +1,52 @@
 """How much faster two gloo ranks step than one, as a share of what this machine allows."""
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
+from pathlib import Path
 
+from bench.apart import measured_apart
 from bench.entries import Entry, measured
-from bench.recipe import Technique
-from common.base.paths import REPOSITORY
-from common.base.torchrun import nodes_command
+from bench.recipe import TECHNIQUES, TrialOfEpochs, load_material, load_model
+from common.base.run_config import RunConfig
+from common.models.families import suited_to_model
+from common.runtime.rank import rank_started
+from common.training.ceiling import measure_machine_ceiling
+from common.training.ddp import data_parallel
+from common.training.loop import TrainingLoop
 
+COMMAND = "python -m bench scaling"
 BARS = {16: 0.85, 64: 0.93}
 """By rows of the global batch: least share of the machine's ceiling."""
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", *nodes_command(1, 2)[1:]]
 STEPS = {16: 8, 64: 3}
-"""By rows of the global batch: optimizer steps of a turn, about a second."""
+"""By rows of the global batch: optimizer steps of a round, about a second."""
+LAUNCHES, ROUNDS = 3, 7
+"""Of one launch all rounds may be slower than of the next."""
+FIGURES = {"speedup": "steps per second", "strong": "the machine's ceiling", "reached": "share of the ceiling"}
 
 
-def entries(technique: Technique, global_batch_rows: int, turns: int, launches: int) -> list[Entry]:
-    """The speed-up, the machine's ceiling, and the first as a share of the second: medians of all turns.
-
-    Both worlds are started `launches` times: of one start all turns may be slower than of the next.
-    """
-    trial = [technique, str(global_batch_rows), "--turns", str(turns)]
-    speedups, ceilings = [], []
-    for _ in range(launches):
-        one, two = _take_turns(trial, STEPS[global_batch_rows])
-        speedups += [one_s / two_s for one_s, two_s in zip(one["step_times_s"], two["step_times_s"], strict=True)]
-        ceilings += two["ceilings"]
-    shares = [speedup / ceiling for speedup, ceiling in zip(speedups, ceilings, strict=True)]
-    name = f"scaling, {technique}, DDP of 2 ranks against 1, global batch {global_batch_rows}"
-    command = f"python -m bench scaling --technique {technique} --rows {global_batch_rows}"
-    print(f"{name}: shares of the ceiling {', '.join(f'{share:.2f}' for share in sorted(shares))}", file=sys.stderr)
-    return [
-        measured(f"{name}: steps per second", statistics.median(speedups), "ratio", command),
-        measured(f"{name}: the machine's ceiling", statistics.median(ceilings), "ratio", command),
-        measured(
-            f"{name}: share of the ceiling",
-            statistics.median(shares),
-            "ratio",
-            command,
-            at_least=BARS[global_batch_rows],
-        ),
-    ]
+def entries(quick: bool) -> list[Entry]:
+    """The speed-up, the machine's ceiling, and the first as a share of the second: medians of the launches."""
+    found = []
+    for technique in TECHNIQUES:
+        for rows, bar in BARS.items():
+            asked = {"technique": technique, "global_batch_rows": rows, "rounds": 1 if quick else ROUNDS}
+            launches = [measured_apart(measure, ranks=2, **asked) for _ in range(1 if quick else LAUNCHES)]
+            name = f"scaling, {technique}, DDP of 2 ranks against 1, global batch {rows}"
+            for figure, words in FIGURES.items():
+                value = statistics.median(launch[figure] for launch in launches)
+                judged = {"at_least": bar} if figure == "reached" else {}
+                found.append(measured(f"{name}: {words}", value, "ratio", COMMAND, **judged))
+    return found
 
 
-def _take_turns(arguments: list[str], steps: int) -> list[dict[str, list[float]]]:
-    """Start one rank and two, which take turns of so many steps; return the figures of both."""
-    with tempfile.TemporaryDirectory() as folder:
-        trial = ["-m", "bench.scaling_trial", *arguments, "--steps", str(steps), "--folder", folder]
-        worlds = [_start([sys.executable, *trial]), _start([*TWO_RANKS, *trial])]
-        return [_figures(world) for world in worlds]
-
-
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, text=True, **pipes)
-
-
-def _figures(world: subprocess.Popen[str]) -> dict[str, list[float]]:
-    said, errors = world.communicate()
-    if world.returncode != 0:
-        raise RuntimeError(f"{' '.join(world.args)} failed:\n{errors[-3000:]}")
-    return json.loads(said.splitlines()[-1])
+def measure(technique: str, global_batch_rows: int, rounds: int) -> dict[str, float]:
+    """Return the figures of two ranks with rows end to end, as in the run folders; called by both."""
+    asked = RunConfig(
+        technique=technique, parallel="ddp", devices=2, per_device_train_batch_size=global_batch_rows // 2
+    )
+    with rank_started(suited_to_model(asked)) as rank, tempfile.TemporaryDirectory() as results:
+        log = TrialOfEpochs(suited_to_model(asked), rank, Path(results))
+        material, replica = load_material(log.run), data_parallel(load_model(log.run), rank)
+        loop = TrainingLoop(replica, material.tokenizer, material.splits, log)
+        figures = measure_machine_ceiling(loop, replica=replica, steps=STEPS[global_batch_rows], rounds=rounds)
+    return figures | {"speedup": figures["one_rank_global_batch_step_s"] / figures["synchronised_share_step_s"]}

@@ -120,13 +120,6 @@ DATA = (
         _unit("separate_rows", "a_window_of_attention_reaches_no_further_than_it"),
     ),
     Fault(
-        "ranks have unequal numbers of batches within a budget",
-        "common/data/batches.py",
-        "return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))",
-        "return own",
-        _unit("separate_rows", "all_ranks_have_as_many_batches_within_the_budget"),
-    ),
-    Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
         "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
@@ -355,8 +348,8 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: each micro-batch weighs the same, however many tokens it has",
         "common/training/pipeline.py",
-        "output, target, in_backward) / self.loss_divisor",
-        "output, target, in_backward) / (target != -100).sum()",
+        "return losses / self.loss_divisor",
+        "return losses / (target != -100).sum()",
         _unit("pipeline", "stages_compute_what_the_whole_model_computes"),
     ),
     Fault(
@@ -513,7 +506,8 @@ CHECKPOINTS = (
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
         "            self.partial.mkdir(parents=True)\n",
-        "            remove(found_in(folder.parent))\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
+        "            [remove(each) for each in found_in(folder.parent)]\n"
+        "            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
@@ -547,8 +541,8 @@ CHECKPOINTS = (
     Fault(
         "a pipeline that goes on forgets its optimizer",
         "common/training/part.py",
-        "            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)\n",
-        "            states.clear()\n",
+        "        parts = self.state(is_full)\n",
+        "        is_full = False\n        parts = self.state(is_full)\n",
         _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
     ),
     Fault(
@@ -957,8 +951,8 @@ MODELS_AND_ROWS = (
     Fault(
         "the picture that is put in another's place may have the same right answer",
         "common/tasks/visual_questions.py",
-        '    return answer != other and not facts_in(other, {"facts": facts})\n',
-        "    return True\n",
+        ' if said != answer and not facts_in(said, {"facts": facts}))\n',
+        " if said)\n",
         _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),
     ),
     Fault(
@@ -998,9 +992,9 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
-        "common/data/plain_texts.py",
-        "            for start in range(0, len(ids), run.max_length):\n",
-        "            for start in (0,):\n",
+        "common/data/messages.py",
+        "                for start in range(0, len(ids), run.max_length):\n",
+        "                for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(

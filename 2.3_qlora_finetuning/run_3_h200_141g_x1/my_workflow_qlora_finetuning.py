@@ -9,9 +9,8 @@ The notebook runs the same steps cell by cell.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
-from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, has_room_for_whole_models, merge_both_ways
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -21,7 +20,8 @@ from common.data.rows import Splits
 from common.data.splits import load_splits
 from common.models.freeing import free_model
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
-from common.models.quantization import StoredWeights, quantization_config, stored_weights
+from common.models.merging import has_room_for_plain
+from common.models.quantization import quantization_config, stored_weights
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
@@ -56,14 +56,13 @@ def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 
-def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> StoredWeights:
+def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> Metrics:
     """Count what the quantized weights take, and print it beside what LoRA's base would take."""
     stored = stored_weights(model, weight_dtype(log.run))
     if log.rank.is_main:
         print(
-            f"{stored.quantized_share:.0%} of the weights in {stored.bits_per_quantized_weight:.2f} bits each (in "
-            f"{stored.stored_dtype}), the others in fp32: {stored.weights_gib:.3g} GiB, where LoRA's base takes "
-            f"{stored.unquantized_gib:.3g}"
+            "{quantized_share:.0%} of the weights in {bits_per_quantized_weight:.2f} bits each (in {stored_dtype}), "
+            "the others in fp32: {weights_gib:.3g} GiB, where LoRA's base takes {unquantized_gib:.3g}".format(**stored)
         )
     return stored
 
@@ -153,7 +152,7 @@ def evaluate_after(
 
 def record(
     log: RunRecorder,
-    stored: StoredWeights,
+    stored: Metrics,
     merged: Merged,
     before: Evaluation | None,
     after: dict[str, Evaluation | None],
@@ -164,7 +163,7 @@ def record(
     return log.complete(
         quality={name: found and found.summary() for name, found in evaluations.items()},
         judged_by="original base" if merged.has_room else "quantized base",
-        quantization={**asdict(stored), "relative_error": merged.relative_error},
+        quantization={**stored, "relative_error": merged.relative_error},
         largest_logit_differences=merged.differences,
         merged_validation_losses=merged.validation_losses,
         **trained,
@@ -176,7 +175,7 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         stored = look_at_weights(log, model)
-        has_room = has_room_for_whole_models(log.run, log.rank, stored)
+        has_room = has_room_for_plain(log.run, log.rank, model)
         before = evaluate_before(log, model, tokenizer, data, has_room)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)

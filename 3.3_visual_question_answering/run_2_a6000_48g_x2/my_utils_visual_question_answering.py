@@ -24,9 +24,8 @@ HIT, MISS = "black", "firebrick"
 
 def say_trained(loop: TrainingLoop) -> None:
     """Print how many weights are trained, and what stays as it is."""
-    model, weights = loop.model, list(loop.model.parameters())
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    total = sum(weight.numel() for weight in weights)
+    model = loop.model
+    trained, total = model.num_parameters(only_trainable=True), model.num_parameters()
     if loop.rank.is_main:
         sight = " and ".join(vision_modules(model.get_base_model() if isinstance(model, PeftModel) else model))
         sight += " stay as they are" if loop.run.freeze_vision_tower else " are trained, too"

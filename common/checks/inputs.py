@@ -30,6 +30,7 @@ from common.models.loading import (
     model_class,
     model_without_weights,
 )
+from common.models.minilm import check_minilm
 from common.models.placement import check_placement_and_memory
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
@@ -38,10 +39,9 @@ from common.records.store import default_run_name
 from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
-from common.tasks.answers import check_independent_judge
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
-from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
+from common.training.saver import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
@@ -61,7 +61,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
     if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
-        check_checkpoint(run, detect_launcher(), len(splits.train), digests_of(splits))
+        check_checkpoint(run, detect_launcher(), digests_of(splits))
     check_tokens(splits, tokenizer, run)
     check_rows_readable(run, splits, tokenizer)
     return check_placement_and_memory(run, splits, tokenizer)
@@ -83,8 +83,8 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_attention(run)
     check_bitsandbytes(run)
     check_compiler(run)
-    if run.goal.is_judged:
-        check_independent_judge(run)
+    if run.goal.is_judged and run.independent_judge == "minilm":
+        check_minilm("independent_judge is minilm", "--independent_judge none")
     check_trackers(run)
     check_optimizer(run)
     check_schedule_name(run)

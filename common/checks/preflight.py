@@ -58,7 +58,7 @@ from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank, detect_launcher, is_main_process
-from common.tasks.answers import Judge, Texts, independent_judges
+from common.tasks.answers import Judge, independent_judges
 from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
 
@@ -312,7 +312,7 @@ def answer_one_batch(run: RunConfig, rows: Rows, placement: Placement, rank: Ran
         generated = model.generate(**batch, do_sample=False, num_beams=beams, **length)
     if run.goal.is_judged:
         answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        texts = Texts(answers, references=answers, shuffled=[None] * len(answers))
+        texts = (answers, answers, [None] * len(answers))
         Judge("base", model, tokenizer).judge(texts, range(len(answers)))
         for judge in independent_judges(run, rank.device):
             judge.judge(texts, range(answered_at_once(run, rows, stages=1)))

@@ -25,7 +25,6 @@ INSTALLED_BY = {
     "deepspeed": "make deepspeed",
     "liger_kernel": ".venv/bin/pip install liger-kernel",
     "pytest": ".venv/bin/pip install pytest",
-    "torchao": ".venv/bin/pip install torchao",
 }
 POLL_S = 0.05
 END_S = 5.0  # how long a process may take to end when it is told to; then it is killed

@@ -15,13 +15,14 @@ from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
-from common.data.messages import check_conversation, has_labels, tokens_to_learn
+from common.data.messages import check_conversation, tokens_to_learn
 from common.data.rows import (
     IGNORED_LABEL,
     Found,
     Row,
     RowKind,
     Tokens,
+    labels_in,
     padded_shape,
     place_of,
     placed,
@@ -133,20 +134,15 @@ def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[To
         BadInputError: the chat template writes a prompt in another way before another answer.
     """
     chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
-    return [
-        {**one, "rejected_ids": _same_prompt(row, one, other)}
-        for row, one, other in zip(rows, chosen, rejected, strict=True)
-    ]
-
-
-def _same_prompt(row: Row, chosen: Tokens, rejected: Tokens) -> list[int]:
-    prompt = prompt_length(chosen)
-    if rejected["input_ids"][:prompt] != chosen["input_ids"][:prompt]:
-        raise BadInputError(
-            f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that the "
-            "two cannot be compared: remove such rows, or pass another --model."
-        )
-    return rejected["input_ids"]
+    for row, one, other in zip(rows, chosen, rejected, strict=True):
+        prompt = prompt_length(one)
+        if one["input_ids"][:prompt] != other["input_ids"][:prompt]:
+            raise BadInputError(
+                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that "
+                "the two cannot be compared: remove such rows, or pass another --model."
+            )
+        one["rejected_ids"] = other["input_ids"]
+    return chosen
 
 
 def prompt_length(row: Tokens) -> int:
@@ -157,7 +153,7 @@ def prompt_length(row: Tokens) -> int:
 
 def _differ(row: Tokens) -> bool:
     """Return whether a pair that was cut still has two answers, which differ."""
-    has_both = has_labels(row) and len(row["rejected_ids"]) > prompt_length(row)
+    has_both = labels_in(row) > 0 and len(row["rejected_ids"]) > prompt_length(row)
     return has_both and row["input_ids"] != row["rejected_ids"]
 
 

@@ -1,4 +1,4 @@
-"""Rows, tokens and splits: what they are, and what a task says about its rows."""
+"""Rows, tokens and splits: what they are, what a task says about its rows, and where many of them are kept."""
 
 import json
 import re
@@ -25,6 +25,10 @@ SPLIT_WORDS = {
 }
 """What splits are called in names of files, folders and datasets, as `datasets` has it; the first word comes first."""
 SPLIT_NAMES = tuple(SPLIT_WORDS)
+
+OPENING = 200
+"""Characters of a test text, at most, that a model is given to continue; half of a text that is short."""
+
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
@@ -143,6 +147,24 @@ def said_in(message: dict[str, Any]) -> str:
     called = [{key: call[key] for key in ("name", "arguments")} for call in calls]
     said = [json.dumps(each, ensure_ascii=False, default=str) for each in called]  # Arrow has more types than JSON
     return "\n".join([message["content"], *said] if message["content"] else said)
+
+
+def is_plain(rows: Sequence[Row]) -> bool:
+    """Return whether rows, all of one file and converted by their format, are plain texts."""
+    return bool(rows) and "messages" not in rows[0]
+
+
+def opening_of(text: str) -> str:
+    """Return how a text begins: what a model is given to continue in an evaluation."""
+    middle = min(max(1, len(text) // 2), OPENING)  # of a single character all: nothing cannot be continued
+    at_word = text.rfind(" ", 1, middle + 1)  # -1 where no spaces divide words, as in Chinese
+    return text[: at_word if at_word > 0 else middle]
+
+
+def continuation_of(text: str) -> str:
+    """Return what follows the opening, as long as it."""
+    opening = opening_of(text)
+    return text[len(opening) : 2 * len(opening)].strip()
 
 
 def tokens_in(row: Tokens) -> int:

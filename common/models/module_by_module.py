@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel, modeling_utils
@@ -22,12 +21,6 @@ EachModule = Callable[[str, nn.Module], None]
 """Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
 
 
-def model_on_meta(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `make` makes, its weights on `meta` and its buffers on the host."""
-    with init_empty_weights(include_buffers=False):
-        return make()
-
-
 def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, each: EachModule | None = None) -> None:
     """Give a model on `meta` the random weights of `seed`, module by module, as its class starts them.
 
@@ -35,14 +28,17 @@ def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, 
     """
     with forked_random_numbers(device):
         torch.manual_seed(seed)
-        for name, module, owner in list(_modules_with_owners("", model, model)):
+        owners: dict[str, PreTrainedModel] = {}  # of each module the innermost model around it, whose class starts it
+        for name, module in list(model.named_modules()):
+            around = owners.get(name.rpartition(".")[0], model)
+            owners[name] = module if isinstance(module, PreTrainedModel) else around
             drawn = [
                 own
                 for own, weight in module.named_parameters(recurse=False)
-                if weight.is_meta and _join(name, own) not in model.all_tied_weights_keys
+                if weight.is_meta and f"{name}.{own}".removeprefix(".") not in model.all_tied_weights_keys
             ]
             if drawn:
-                _draw(module, drawn, owner, device)
+                _draw(module, drawn, owners[name], device)
                 if each:
                     _hand(each, name, module)
     model.tie_weights()
@@ -50,20 +46,6 @@ def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, 
         module._buffers.update(
             {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
         )
-
-
-def _modules_with_owners(
-    name: str, module: nn.Module, owner: PreTrainedModel
-) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Yield each module with its name and the innermost model that it is a part of, whose class starts its weights."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    yield name, module, owner
-    for own, child in module.named_children():
-        yield from _modules_with_owners(_join(name, own), child, owner)
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 @torch.no_grad()

@@ -13,33 +13,27 @@ from common.models.shards import byte_count
 from common.models.stages import Sharing
 
 
-def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> list[Path]:
+def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> None:
     """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank that has one.
 
     Other ranks call `wait_for_parts`.
 
     Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
     are small, the first writes all.
-
-    Returns:
-        The files of weights that this rank has written.
     """
-    is_main = sharing.is_first
-    if is_main:
+    if sharing.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()
     if isinstance(model, PeftModel):
         own = get_peft_model_state_dict(model, save_embedding_layers=False)
         parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
-        if is_main:
+        if sharing.is_first:
             model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
             every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-        written = [folder / SAFETENSORS_WEIGHTS_NAME] if is_main else []
     else:
-        written = _save_stage(model, folder, sharing)
+        _save_stage(model, folder, sharing)
     wait_for_everyone()
-    return written
 
 
 def wait_for_parts() -> None:
@@ -50,7 +44,7 @@ def wait_for_parts() -> None:
     wait_for_everyone()
 
 
-def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> list[Path]:
+def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> None:
     """Write a stage file by file, so that the host never has all of it, and on the first stage the index of all."""
     weights = model.state_dict()
     if model.ends_are_tied and not sharing.is_first:
@@ -70,4 +64,3 @@ def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> list[
             model.generation_config.save_pretrained(folder)
         file_of_all = {name: file for files, *_ in parts for name, file in files.items()}
         write_index(folder, file_of_all, *(sum(part[place] for part in parts) for place in (1, 2)))
-    return [folder / name for name in dict.fromkeys(file_of.values())]

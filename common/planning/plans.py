@@ -1,7 +1,6 @@
 """Plans of runs: memory, time and cost with every technique and parallelism; all numbers are projected."""
 
 import math
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.base.torchrun import nodes_command
-from common.hardware.devices import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu, gpu_of_device
+from common.hardware.devices import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import Architecture
 from common.planning.device_maps import (
     answering_shares,
@@ -828,56 +826,3 @@ def usual_precision(technique: str, cluster: Cluster) -> Precision:
     if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus):
         return "bf16" if TECHNIQUES[technique].has_adapters else "bf16-mixed"
     return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"
-
-
-# -- fewer GPUs than a run folder was made for
-
-
-def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
-    """Return the run on so many devices, and the command that starts it.
-
-    A parallelism that one device cannot have gives way to the folder of its technique for one device.
-    """
-    has_ranks = devices > 1 and not run.parallelism.layers_in_turn
-    start = shlex.join(nodes_command(1, devices)) if has_ranks else "python"
-    try:
-        alone = " --nodes 1" if run.nodes > 1 else ""
-        fewer = replace(run, devices=devices, nodes=1, link="")
-        return fewer, f"`{start} my_workflow_<technique>.py --devices {devices}{alone}`"
-    except BadInputError:
-        if devices > 1:
-            raise
-    alone = run.changed_to(parallel="single", devices=1, learning_rate_scaling="none")
-    folder = run.goal.folder_for_one or run.method.folder_for_one
-    return alone, f"a run folder of {folder}"
-
-
-def offer(run: RunConfig, names: Sequence[str]) -> str:
-    """Return what to start on the GPUs of these names instead, with the memory planned on each.
-
-    Rows are planned with the run's longest, as no data were read yet.
-    """
-    try:
-        fewer, command = on_fewer(run, len(names))
-    except BadInputError as refusal:
-        return f"choose another run folder, as this one does not run on {len(names)} ({refusal})"
-    return f"use {command}{_planned(fewer, names[0])}, or choose another run folder"
-
-
-def _planned(run: RunConfig, name: str) -> str:
-    """Return the planned memory in brackets; empty where catalogue or planner lacks something."""
-    if gpu_of_device(name) is None:
-        return ""
-    target_length = run.max_target_length if run.goal.summarizes else 0
-    batch = BatchShape(run.rows_per_rank, run.max_length, run.max_length, target_length=target_length, task=run.task)
-    try:
-        plan = plan_run(run, batch, gpu_of_device(name))
-    except BadInputError:
-        return ""
-    memory, gpu = plan.fullest
-    planned = f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB planned for rows of {run.max_length} tokens"
-    remedy = "" if plan.may_fit else ": not even one row fits"
-    if not plan.may_fit and plan.max_batch_size:
-        steps = -(-run.rows_per_rank // plan.max_batch_size)
-        remedy = f": pass --batch_size {plan.max_batch_size} --gradient_accumulation_steps {steps}"
-    return f" ({planned}{remedy})"

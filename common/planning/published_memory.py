@@ -1,56 +1,34 @@
 """Memory that others measured and published, planned as it was measured: how far plans are from it.
 
-`assets/published_memory.json` holds the points, `assets/published_peaks.json` those of a T4 (assets/README.md says
-where they are from). A point has one or several figures: allocated by PyTorch, reserved by its allocator, or shown by
-`nvidia-smi`, in GiB.
+`assets/published_memory.json` holds the points (assets/README.md says where they are from). A point has one or several
+figures: allocated by PyTorch, reserved by its allocator, or shown by `nvidia-smi`, in GiB.
 """
 
 import json
 import statistics
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu, find_gpu
-from common.planning.architectures import LARGEST_SIZE, Architecture, read_architecture
+from common.planning.architectures import FAMILIES, LARGEST_SIZE, Architecture
 from common.planning.gpu_overhead import memory_with_overhead, outside_gib
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory
 from common.planning.shares import whole_model
 
 MEMORY_PATH = REPOSITORY / "assets" / "published_memory.json"
-PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
-T4_SOURCE = "fitcheck"
 CALIBRATION = "ibm"
 """The source that the constants of `gpu_overhead` are fitted to."""
 AS_PEFT = {"short_ends": False, "casts_adapter_inputs": True}
 """PEFT's defaults, which published loops use unless their row says otherwise. This repository changes both."""
-T4_LOGIT_BYTES = {"none": 14, "nf4": 16}
-"""Per logit: two in the loop's output (four where the head is in fp32), twelve in the loss's backward pass."""
 
 Kind = Literal["allocated", "reserved", "nvidia_smi"]
 KINDS: tuple[Kind, ...] = ("allocated", "reserved", "nvidia_smi")
 LIKELY: tuple[Kind, ...] = ("reserved", "nvidia_smi")
 """What users see: allocated memory and what PyTorch's allocator, and the GPU, need beside it."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Who published points.
-
-    Attributes:
-        title: Who, and what.
-        where: Repository and file.
-        held_out: Whether no constant of the plan is fitted to it.
-    """
-
-    title: str
-    where: str
-    held_out: bool
 
 
 @dataclass(frozen=True)
@@ -102,75 +80,28 @@ class Point:
         return self.planned.safe_gib <= self.gpu.memory_gib
 
 
-def sources() -> dict[str, Source]:
-    """Return who published points, by name."""
-    of_file = {
-        name: Source(source["title"], source["where"], source["held_out"])
-        for name, source in _memory()["sources"].items()
-    }
-    peaks = _peaks()
-    return {T4_SOURCE: Source("fitcheck, LoRA and QLoRA on a T4", peaks["source"], held_out=False), **of_file}
+def sources() -> dict[str, dict[str, Any]]:
+    """Return who published points, by name: title, place, and whether no constant of the plan is fitted to it."""
+    return _file()["sources"]
 
 
 @cache
 def points() -> tuple[Point, ...]:
     """Return all points that can be planned, those of runs that ran out of memory included."""
-    architectures = architectures_of(_memory()["models"])
-    others = (_point(row, architectures[row["model"]]) for row in _memory()["points"])
-    return (*t4_points(), *others)
-
-
-@cache
-def t4_points() -> tuple[Point, ...]:
-    """Return those of a T4."""
-    peaks, gpu = _peaks(), find_gpu("t4")
-    architectures = architectures_of(peaks["models"])
-    return tuple(
-        Point(
-            T4_SOURCE,
-            " ".join((row["quantization"], row["attention"])),
-            architectures[row["model"]],
-            t4_job(row),
-            gpu,
-            {"allocated": row["peak_allocated_gib"], "reserved": row["peak_reserved_gib"]},
-        )
-        for row in peaks["peaks"]
-    )
+    architectures = {model: architecture_of(model, shape) for model, shape in _file()["models"].items()}
+    return tuple(_point(row, architectures[row["model"]]) for row in _file()["points"])
 
 
 def excluded() -> list[dict[str, Any]]:
     """Return the published points that are not planned: reason, number of points, and two examples of each."""
-    return _memory()["excluded"]
+    return _file()["excluded"]
 
 
-def architectures_of(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
-    """Return the models' architectures, from their shapes as published with the points."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model, shape in models.items():
-            path = Path(folder) / f"{model.rpartition('/')[2]}.json"
-            # how long its rows may be was not published, and takes no memory
-            path.write_text(json.dumps({**shape, "max_position_embeddings": LARGEST_SIZE}), encoding="utf-8")
-            found[model] = read_architecture(str(path))
-    return found
-
-
-def t4_job(row: dict[str, Any]) -> Job:
-    """Return the step that was measured on a T4: a plain loop in fp16, whose bytes are bf16's."""
-    quantization = row["quantization"]
-    return Job(
-        technique="lora" if quantization == "none" else "qlora",
-        parallel="single",
-        batch=BatchShape(row["rows"], row["length"], row["length"]),
-        precision="bf16",
-        quantization="nf4-double" if row["double_quant"] else "nf4",
-        optimizer="adamw_torch",
-        attention=row["attention"],
-        gradient_checkpointing=row["gradient_checkpointing"],
-        lora_rank=row["lora_rank"],
-        target_modules=tuple(row["target_modules"]),
-        loop=Loop(T4_LOGIT_BYTES[quantization], autocasts=False, **AS_PEFT),
-    )
+def architecture_of(model: str, shape: dict[str, Any]) -> Architecture:
+    """Return a model's architecture, from its shape as published with the points."""
+    # how long its rows may be was not published, and takes no memory
+    config = {**shape, "max_position_embeddings": LARGEST_SIZE}
+    return FAMILIES[shape["model_type"]].read(model.rpartition("/")[2], config)
 
 
 def _point(row: dict[str, Any], architecture: Architecture) -> Point:
@@ -195,13 +126,8 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
 
 
 @cache
-def _memory() -> dict[str, Any]:
+def _file() -> dict[str, Any]:
     return json.loads(MEMORY_PATH.read_text(encoding="utf-8"))
-
-
-@cache
-def _peaks() -> dict[str, Any]:
-    return json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
 
 
 # -- how far plans are from what was published
@@ -247,7 +173,7 @@ def points_of(source: str) -> list[Point]:
 
 def held_out_points() -> list[Point]:
     """Return the points of sources that no constant is fitted to."""
-    return [point for name, source in sources().items() if source.held_out for point in points_of(name)]
+    return [point for name, source in sources().items() if source["held_out"] for point in points_of(name)]
 
 
 @dataclass(frozen=True)

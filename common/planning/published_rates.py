@@ -32,7 +32,6 @@ class PublishedRate:
     Attributes:
         source: Key of `sources` in the file.
         where: Repository and page: `owner/name:path`.
-        title: Of the page.
         stated: The source's words.
         jobs: One; with selective checkpointing two, with and without, whose mean is planned.
         tokens_per_s: Of one GPU.
@@ -40,7 +39,6 @@ class PublishedRate:
 
     source: str
     where: str
-    title: str
     stated: str
     architecture: Architecture
     jobs: tuple[Job, ...]
@@ -119,7 +117,7 @@ def source_name(key: str) -> str:
 
 def _rate(point: dict[str, Any]) -> PublishedRate:
     source, gpu = _file()["sources"][point["source"]], _gpu(point["gpu"])
-    path, _, title = source["pages"][point["page"]].partition(": ")
+    path = source["pages"][point["page"]].partition(": ")[0]
     length, nodes = round(point["length"]), point["nodes"]
     network = MACHINE_GB_PER_S.get(generation_of(gpu).name)
     link = Link("InfiniBand", network) if nodes > 1 and network else None
@@ -141,7 +139,6 @@ def _rate(point: dict[str, Any]) -> PublishedRate:
     return PublishedRate(
         source=point["source"],
         where=f"{source['where']}:{path}",
-        title=title,
         stated=point["stated"],
         architecture=_architecture(point["shape"]),
         jobs=(job, *also),

@@ -24,7 +24,7 @@ FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
 """What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
 it."""
 LLAMA_CPP_FILE = REPOSITORY / "bench" / "llama_cpp.json"
-"""What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list with the fields of its `Compared`."""
+"""What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns."""
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",

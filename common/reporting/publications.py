@@ -60,12 +60,12 @@ def mfu_of(rate: PublishedRate) -> float:
 def _memory_by_source(_: list[Record]) -> Iterator[Row]:
     """Yield each source and kind of figure, then all likely figures that were held out of the calibration."""
     for name, source in published_memory.sources().items():
-        use = "held out" if source.held_out else "calibration"
+        use = "held out" if source["held_out"] else "calibration"
         for kind in KINDS:
             if found := [point for point in points_of(name) if kind in point.figures]:
                 errors = errors_of(found, (kind,))
                 yield {
-                    "source": source.title,
+                    "source": source["title"],
                     "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
                     "errors": errors,
                     "use": use,

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
-from common.hardware.devices import Machine, find_gpu, find_machine
+from common.hardware.devices import MACHINES, Machine, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, job_of_run, make_plan
@@ -155,7 +155,7 @@ def _fleet(result: dict[str, Any], settings: str) -> Fleet:
             max_length=result["text_tokens"],
             max_target_length=result["summary_tokens"],
         )
-    return Fleet(find_machine(result["machine"]), result["machines"], run)
+    return Fleet(MACHINES[result["machine"]], result["machines"], run)
 
 
 def _costs(records: list[Record]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -26,7 +27,6 @@ from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.base.torchrun import is_of_torchrun, nodes_command
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
-from common.planning.plans import offer
 from common.runtime.elastic import store_of_this_start
 from common.runtime.faults import fault_at
 from common.runtime.machines import LOOPBACK, use_interface_to
@@ -87,10 +87,26 @@ def check_gpus(run: RunConfig) -> None:
             "without one leave --device out, in a run folder for the CPU (run_0_cpu_...)."
         )
     if found < needed:
-        raise BadInputError(f"This run asks for {needed} GPU(s), but {found} can be seen: {offer(run, gpus()[1])}.")
+        raise BadInputError(f"This run asks for {needed} GPU(s), but {found} can be seen: {on_fewer(run, found)}.")
     gpu = gpu_of_device(gpus()[1][0])
     if gpu and gpu.tflops_dense[run.compute_dtype] is None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
+
+
+def on_fewer(run: RunConfig, devices: int) -> str:
+    """Return what to do on fewer GPUs than a run folder was made for.
+
+    A parallelism that one device cannot have gives way to the folder of its technique for one device.
+    """
+    if devices == 1 and not (run.parallelism.replicates or run.parallelism.layers_in_turn):
+        return f"use a run folder of {run.goal.folder_for_one or run.method.folder_for_one}, which are for one"
+    try:
+        fewer = replace(run, devices=devices, nodes=1, link="")
+    except BadInputError as refusal:
+        return f"choose another run folder, as this one does not run on {devices} ({refusal})"
+    launcher = shlex.join(nodes_command(1, devices)) if fewer.world_size > 1 else "python"
+    options = f"--devices {devices}{' --nodes 1' if run.nodes > 1 else ''}"
+    return f"use `{launcher} my_workflow_<technique>.py {options}`, and `python -m common.preflight` with them before"
 
 
 def start_rank(run: RunConfig) -> Rank:
@@ -106,7 +122,7 @@ def start_rank(run: RunConfig) -> Rank:
     end_with_launcher()
     fault_at("start", 0)
     name_deepspeeds_device()
-    leave_deepspeed_to_the_run(run)
+    leave_sharding_to_the_run(run)
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # Accelerate's default, by which rank 0 alone would load
     on_cpu = run.device == "cpu"
     if on_cpu:
@@ -189,11 +205,6 @@ def end_with_launcher() -> None:
         say_when_told_to_end(TOLD_TO_END + how_to_resume())
 
 
-def accelerate_shards() -> bool:
-    """Return whether `accelerate launch` was given a file with FSDP: then Accelerate shards the model, on GPUs."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
-
-
 def check_precision(run: RunConfig) -> None:
     """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
 
@@ -209,10 +220,12 @@ def check_precision(run: RunConfig) -> None:
         )
 
 
-def leave_deepspeed_to_the_run(run: RunConfig) -> None:
-    """Keep Accelerate from making DeepSpeed's engine, as its file asks: with ZeRO the run makes it itself."""
+def leave_sharding_to_the_run(run: RunConfig) -> None:
+    """Keep Accelerate from FSDP, or from making DeepSpeed's engine, as its file asks: the run does so itself."""
     if run.parallelism.uses_deepspeed:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    if run.parallelism.uses_fsdp:
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def name_deepspeeds_device() -> None:

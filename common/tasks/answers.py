@@ -10,12 +10,11 @@ Shuffled: the score that the reference of *another* question gets. A score near 
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -26,11 +25,10 @@ from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
-from common.data.plain_texts import is_plain
-from common.data.rows import IGNORED_LABEL, Row
+from common.data.rows import IGNORED_LABEL, Row, is_plain
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
-from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
+from common.models.minilm import MAX_TOKENS, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
@@ -38,6 +36,10 @@ from common.tasks.samples import samples
 
 ScoredAnswer = dict[str, object]
 """One question, what was to be said, what was said, and how near that came: a line of the predictions file."""
+Texts = tuple[Sequence[str], Sequence[str], Sequence[str | None]]
+"""All answers, the references, and for each the reference of another row, if there is one."""
+Scores = tuple[float | None, float | None]
+"""Distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked."""
 SHUFFLE_SEED = 0
 
 
@@ -75,21 +77,6 @@ ANSWERS = Objective(
 # -- at the end
 
 
-class Texts(NamedTuple):
-    """What judges compare: all answers, the references, and for each the reference of another row, if there is one."""
-
-    answers: Sequence[str]
-    references: Sequence[str]
-    shuffled: Sequence[str | None]
-
-
-class Score(NamedTuple):
-    """Distances from a row's reference, as one judge sees them; None: it was not asked."""
-
-    answer: float | None
-    shuffled: float | None
-
-
 @dataclass(frozen=True)
 class Judge:
     """A model that embeds texts, so that answer and reference can be compared.
@@ -105,12 +92,12 @@ class Judge:
     tokenizer: PreTrainedTokenizerBase
     judging: Callable[[], AbstractContextManager] = nullcontext
 
-    def judge(self, texts: Texts, numbers: Sequence[int]) -> list[Score]:
+    def judge(self, texts: Texts, numbers: Sequence[int]) -> list[Scores]:
         """Score the rows of these numbers; the tuned model is not asked how near other rows' references are."""
         answers, references, shuffled = ([each[number] for number in numbers] for each in texts)
         is_asked = self.name != "tuned" and None not in shuffled
         others = self.scores(shuffled, references) if is_asked else [None] * len(numbers)
-        return [Score(*pair) for pair in zip(self.scores(answers, references), others, strict=True)]
+        return list(zip(self.scores(answers, references), others, strict=True))
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""
@@ -145,25 +132,14 @@ class Judge:
         return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def check_independent_judge(run: RunConfig) -> None:
-    """Refuse a judge that is not installed.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if run.independent_judge == "minilm":
-        check_minilm("independent_judge is minilm", "--independent_judge none")
-
-
 def independent_judges(run: RunConfig, device: str) -> list[Judge]:
     """Return the judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
 
     Raises:
-        BadInputError: it is not installed, or its weights are not those that were published.
+        BadInputError: its weights are not those that were published.
     """
     if run.independent_judge == "none":
         return []
-    check_independent_judge(run)
     folder = minilm_folder()
     model = AutoModel.from_pretrained(folder, device_map={"": device}, trust_remote_code=False)
     return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder, trust_remote_code=False))]
@@ -261,14 +237,33 @@ def answer_and_score(
 ) -> list[ScoredAnswer]:
     """Return the answers to all rows, scored; see `evaluate`."""
     answers, lengths = answer_rows(model, tokenizer, rows, log, when)
-    texts = Texts(answers, [answer_of(row) for row in rows], shuffled_answers(rows))
+    references = [answer_of(row) for row in rows]
+    texts = (answers, references, shuffled_answers(rows))
     scores = {}
     for judge in judges:
         judged = partial(judge.judge, texts)
         what = f"answers, judged by {judge.name},"
         beside = [model] if judge.name == "minilm" else []  # the tuned model waits while the base judges
         scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
-    return scored_answers(rows, texts, scores)
+    by_judge = [scores.get(name, [(None, None)] * len(rows)) for name in ("base", "tuned", "minilm")]
+    return [
+        {
+            "row": number,
+            "question": question_of(row),
+            "reference": reference,
+            "answer": answer,
+            "similarity_score": base,
+            "similarity_score_tuned": tuned,
+            "similarity_score_minilm": minilm,
+            "shuffled_score": base_shuffled,
+            "shuffled_score_minilm": minilm_shuffled,
+            "facts": len(row.get("facts", [])),
+            "facts_said": facts_in(answer, row),
+        }
+        for number, (row, answer, reference, (base, base_shuffled), (tuned, _), (minilm, minilm_shuffled)) in enumerate(
+            zip(rows, answers, references, *by_judge, strict=True)
+        )
+    ]
 
 
 def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
@@ -278,28 +273,6 @@ def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     order = list(range(len(rows)))
     random.Random(SHUFFLE_SEED).shuffle(order)
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
-
-
-def scored_answers(rows: Sequence[Row], texts: Texts, scores: Mapping[str, Sequence[Score]]) -> list[ScoredAnswer]:
-    """Return each row's answer as all judges scored it; `scores` are by a judge's name."""
-    absent = [Score(None, None)] * len(rows)
-    base, tuned, minilm = (scores.get(name, absent) for name in ("base", "tuned", "minilm"))
-    return [
-        {
-            "row": number,
-            "question": question_of(row),
-            "reference": texts.references[number],
-            "answer": texts.answers[number],
-            "similarity_score": base[number].answer,
-            "similarity_score_tuned": tuned[number].answer,
-            "similarity_score_minilm": minilm[number].answer,
-            "shuffled_score": base[number].shuffled,
-            "shuffled_score_minilm": minilm[number].shuffled,
-            "facts": len(row.get("facts", [])),
-            "facts_said": facts_in(texts.answers[number], row),
-        }
-        for number, row in enumerate(rows)
-    ]
 
 
 def facts_in(answer: str, row: Row) -> int:

@@ -36,7 +36,7 @@ class Objective:
             needed.
         labels_in: How many labels of a row are to be predicted.
         pair_loss, pair_results: Where a row's loss compares two answers: the sum of a batch's losses, and what each row
-            counts for, from the run, the model, what is called in training, and a batch.
+            counts for, from the run, the model, what is called (in training another module around it), and a batch.
         prepare: What is done to a model before it trains.
     """
 
@@ -49,7 +49,7 @@ class Objective:
     labels_in: Callable[[Tokens], int] = labels_in
     needs_losses_alone: bool = False
     pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
-    pair_results: Callable[[RunConfig, Any, dict[str, Any]], torch.Tensor] | None = None
+    pair_results: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
     prepare: Callable[[PreTrainedModel], None] | None = None
 
 

@@ -10,26 +10,29 @@ def zero_stage(run: RunConfig) -> int:
     return int(run.parallel.removeprefix("zero"))
 
 
-def deepspeed_config(run: RunConfig) -> dict[str, Any]:
-    """Return DeepSpeed's settings; sizes that follow from the model are `auto`, as in a file for Accelerate.
+def deepspeed_config(run: RunConfig, hidden_size: int = 0) -> dict[str, Any]:
+    """Return DeepSpeed's settings for a model; without its `hidden_size` what follows from that is `auto`.
+
+    A file for Accelerate has `auto`, for which Transformers takes the same sizes (its integrations/deepspeed.py).
 
     `zero_allow_untested_optimizer`: the optimizer is PyTorch's own, of which ZeRO divides the states.
     `use_multi_rank_bucket_allreduce` off: each gradient is summed on the rank that needs it; else all ranks get all
     gradients, half as much traffic again.
     """
     stage, on_host = zero_stage(run), {"device": "cpu", "pin_memory": True}
+    largest = hidden_size**2
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": run.device == "cuda",
         "contiguous_gradients": True,
         "reduce_scatter": True,
         "use_multi_rank_bucket_allreduce": False,
-        "reduce_bucket_size": "auto",
+        "reduce_bucket_size": largest or "auto",
     }
     if stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
+            "stage3_prefetch_bucket_size": int(0.9 * largest) or "auto",
+            "stage3_param_persistence_threshold": 10 * hidden_size or "auto",
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     if run.offload == "cpu":
@@ -46,14 +49,3 @@ def deepspeed_config(run: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
     }
-
-
-def with_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """Return `config` with the sizes that Transformers takes for `auto` (transformers/integrations/deepspeed.py)."""
-    sizes = {
-        "reduce_bucket_size": hidden_size**2,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    zero = {name: sizes[name] if value == "auto" else value for name, value in config["zero_optimization"].items()}
-    return {**config, "zero_optimization": zero}

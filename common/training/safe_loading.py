@@ -1,17 +1,18 @@
 """Reading checkpoints without running what a stranger may have put in: DCP and DeepSpeed unpickle what they find."""
 
-import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 from common.base.errors import BadInputError, RunStoppedError, reading
 
+os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+"""`torch.load` runs nothing that a file holds, also where a library asks it to, as DCP does for what is no tensor."""
 ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -50,20 +51,6 @@ class SafeReader(FileSystemReader):
         except pickle.UnpicklingError as error:
             raise BadInputError(f"{path} is not read ({error}): resume from another checkpoint.") from None
         return super().read_metadata(*args, **kwargs)
-
-
-class SafePlanner(DefaultLoadPlanner):
-    """PyTorch's planner of loading, which unpickles plain values alone."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value that is no tensor, such as a learning rate.
-
-        Raises:
-            UnpicklingError: it has something in it that could run.
-        """
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 def load_zero_state(path: str, map_location: Any = None) -> Any:

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.cpp_extension import get_default_build_root
 from typing_extensions import override
 
 from common.base.errors import BadInputError
@@ -29,17 +28,13 @@ from common.models.weight_files import weights_in_files
 from common.runtime.world import Rank
 from common.training.answer_logits import Batch, Model
 from common.training.ddp import load_replica
-from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
+from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_share, optimizer_bytes
+from common.training.usage import Held, check_part, optimizer_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-COMPILED = "deepspeed_shm_comm"
-"""DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
-INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
 
 
 def check_deepspeed() -> None:
@@ -49,18 +44,15 @@ def check_deepspeed() -> None:
         BadInputError: with the command that installs it.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
-    if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
+        raise BadInputError(
+            "ZeRO is DeepSpeed's, which is not installed: `make deepspeed` (it runs `DS_BUILD_OPS=0 pip install "
+            "--no-build-isolation deepspeed`), or take FSDP (run_0_cpu_x2)."
+        )
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and shutil.which("c++") is None:
         raise BadInputError(
             "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
             "g++, or take FSDP (run_0_cpu_x2)."
         )
-
-
-def is_compiled() -> bool:
-    """Return whether DeepSpeed's operator for CPUs was compiled on this machine before."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return any(root.glob(f"**/{COMPILED}/*.so"))
 
 
 def load_for_zero(run: RunConfig, rank: Rank) -> Model:
@@ -70,15 +62,13 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for stage 3 has every
     rank hold the whole model on its host.)
     """
-    if run.device == "cpu" and rank.is_main and not is_compiled():
-        print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
     # its names for collectives are older than PyTorch's: it says so at every call
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     if zero_stage(run) < 3:
         return load_replica(run, rank)
     mesh = mesh_of(rank, run)
-    model = with_trained_weights(load_rows(run, rank, mesh, run.offload == "cpu"), run)
-    hand_over(model, _config(run, model), mesh)
+    model = with_trained_weights(load_rows(run, rank, mesh), run)
+    hand_over(model, deepspeed_config(run, model.config.hidden_size), mesh)
     return model.to(rank.device)  # buffers
 
 
@@ -86,23 +76,21 @@ def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) 
     """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
     import deepspeed  # here: runs without ZeRO need none
 
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_config(run, model))
+    config = deepspeed_config(run, model.config.hidden_size)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
-
-
-def _config(run: RunConfig, model: Model) -> dict[str, Any]:
-    return with_sizes(deepspeed_config(run), model.config.hidden_size)
 
 
 class ZeroPart(Part):
     """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
 
-    is_whole = autocasts = False
+    autocasts = False
+    module: "DeepSpeedEngine"
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
         """`module` comes from `zero_engine`."""
-        self.engine = module
         super().__init__(module, run, rank)
+        self.called = module
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -113,26 +101,21 @@ class ZeroPart(Part):
         """
         check_deepspeed()
 
-    @property
-    @override
-    def called(self) -> torch.nn.Module:
-        return self.engine
-
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
-        self.engine.backward(self.loss(batch, label_count), scale_wrt_gas=False)
+        self.module.backward(self.loss(batch, label_count), scale_wrt_gas=False)
 
     @override
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts, which DeepSpeed keeps in its optimizer, and what it has not divided."""
-        parts_of_groups = self.engine.optimizer.averaged_gradients.values()
+        parts_of_groups = self.module.optimizer.averaged_gradients.values()
         return [part for parts in parts_of_groups if parts for part in parts] + super().gradients()
 
     @override
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what DeepSpeed's optimizer has: its fp32 copy of the weights, and what it collects gradients in."""
         attributes = {
-            name: value for name, value in vars(self.engine.optimizer).items() if name != "averaged_gradients"
+            name: value for name, value in vars(self.module.optimizer).items() if name != "averaged_gradients"
         }
         leaves = tree_leaves(attributes)
         of_objects = tree_leaves([vars(leaf) for leaf in leaves if is_dataclass(leaf)])
@@ -142,7 +125,7 @@ class ZeroPart(Part):
     @override
     def forget_gradients(self) -> None:
         super().forget_gradients()
-        self.engine.optimizer.averaged_gradients.clear()
+        self.module.optimizer.averaged_gradients.clear()
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -153,7 +136,7 @@ class ZeroPart(Part):
     @override
     def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Have DeepSpeed clip, step, and hand the new weights round; it scales no losses here."""
-        self.engine.step()
+        self.module.step()
 
     @override
     def state(self, is_full: bool) -> dict[str, Any]:
@@ -165,15 +148,15 @@ class ZeroPart(Part):
         """Write DeepSpeed's own checkpoint, each rank its part; of best weights what is trained, from rank 0."""
         if not state["is_full"]:  # DeepSpeed's checkpoints have the optimizer in any case
             return save_weights(dict(self._trained_weights()), folder, self.rank.is_main)
-        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
+        self.module.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
         return list((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
 
     @override
     def load(self, folder: Path, is_full: bool) -> None:
         stored = weights_in_files(folder)
         if not stored:  # a full state
-            self.engine.checkpoint_engine.load = load_zero_state  # its own would run what a file says
-            self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
+            self.module.checkpoint_engine.load = load_zero_state  # its own would run what a file says
+            self.module.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
             return
         import deepspeed  # `deepspeed.zero` is an attribute, and no module
 
@@ -191,15 +174,15 @@ class ZeroPart(Part):
         """Free the engine, its fp32 copies, and this rank's parts of the weights, whoever else still has them."""
         parts = [weight.ds_tensor for weight in self.model.parameters() if hasattr(weight, "ds_tensor")]
         self.forget_gradients()
-        self.engine.destroy()
+        self.module.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = self.module = None
+        self.module = self.called = None
 
     @override
     def held(self) -> Held:
         """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
-        zero = self.engine.optimizer
+        zero = self.module.optimizer
         is_stage_3 = zero_stage(self.run) == 3
         copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return Held(
@@ -224,11 +207,13 @@ class ZeroPart(Part):
         Raises:
             RuntimeError: with both sizes.
         """
-        states = optimizer_bytes(self.engine.optimizer.optimizer)
+        states = optimizer_bytes(self.module.optimizer.optimizer)
         if states:  # SGD has none
-            check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
+            part = 2 * self._trained() * 4 / self.rank.world_size
+            check_part("optimizer states", states, (part, part))
         if zero_stage(self.run) == 3:
-            check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)
+            part = self.held_by_one_device().weights_bytes / self.rank.world_size
+            check_part("weights", held.weights_bytes, (part, part))
 
 
 # -- dividing

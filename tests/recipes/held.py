@@ -207,8 +207,8 @@ def forget_gathered_weights() -> None:
 
     told = zero.deepspeed_config
 
-    def told_less(run: RunConfig) -> dict[str, Any]:
-        about = told(run)
+    def told_less(run: RunConfig, hidden_size: int) -> dict[str, Any]:
+        about = told(run, hidden_size)
         about["zero_optimization"] |= dict.fromkeys(REUSE_SETTINGS, REUSED_WEIGHTS)
         return about
 

@@ -22,7 +22,7 @@ from common.models import saved_files
 from common.models.shards import byte_count, full_weights, global_numel, local_part
 from common.planning import host_memory
 from common.runtime.rank import start_rank
-from common.training.deepspeed_config import deepspeed_config, with_sizes
+from common.training.deepspeed_config import deepspeed_config
 from common.training.zero import hand_over
 from tests.unit.ranks import tell
 
@@ -68,7 +68,7 @@ def in_columns(kind: str, mesh: DeviceMesh) -> PreTrainedModel:
 
 def by_deepspeed(kind: str, mesh: DeviceMesh) -> PreTrainedModel:
     model = by_dimensions(kind, mesh, lambda name: 0)
-    hand_over(model, with_sizes(deepspeed_config(replace(RUN, parallel="zero3")), SIZES["hidden_size"]), mesh)
+    hand_over(model, deepspeed_config(replace(RUN, parallel="zero3"), SIZES["hidden_size"]), mesh)
     return model
 
 

@@ -74,7 +74,10 @@ def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
         ("memory://nowhere", "memory://nowhere/train.jsonl does not exist"),
         ("nosuch://museum", "cannot be read"),
         ("nobody/no-such-data", "nor a dataset on the Hub"),
-        ("./no-such-folder", "The data ./no-such-folder do not exist here or in the repository: pass --data with a folder"),
+        (
+            "./no-such-folder",
+            "The data ./no-such-folder do not exist here or in the repository: pass --data with a folder",
+        ),
         ("no/such/folder", "The data no/such/folder do not exist"),
     ],
 )

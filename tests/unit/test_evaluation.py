@@ -17,9 +17,7 @@ from common.runtime.world import Rank
 from common.tasks.answers import (
     Evaluation,
     Judge,
-    Score,
     ScoredAnswer,
-    Texts,
     evaluate,
     generate_answers,
     independent_judges,
@@ -73,7 +71,7 @@ def test_each_reference_is_shuffled_to_another_row(base: Judge) -> None:
     assert sorted(others) == own
     assert not any(map(str.__eq__, others, own))
     assert shuffled_answers(rows[:1]) == [None]
-    assert base.judge(Texts(["Vance."], ["Vance."], [None]), [0]) == [Score(pytest.approx(0, abs=1e-6), None)]
+    assert base.judge((["Vance."], ["Vance."], [None]), [0]) == [(pytest.approx(0, abs=1e-6), None)]
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path, base: Judge) -> None:

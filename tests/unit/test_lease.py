@@ -35,7 +35,7 @@ def stub(name: str, call: str = "work", expected_s: float = 0.1, limit_s: float 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
-    return Results(tmp_path / RESULTS, CARD, most_mib=16.0)
+    return Results(tmp_path / RESULTS, CARD)
 
 
 def statuses(results: Results) -> dict[str, str]:
@@ -118,16 +118,6 @@ def test_a_line_that_was_cut_off_in_the_middle_is_none(results: Results) -> None
 def test_a_result_that_is_there_is_kept_though_its_process_crashes_at_its_end(results: Results) -> None:
     spend([stub("crashes late", "work_and_crash")], results, END_S + patient(20))
     assert statuses(results) == {"crashes late": "done"}
-
-
-def test_files_that_come_back_are_few_and_small(tmp_path: Path, results: Results) -> None:
-    results.add(stub("large"), "done", result={"text": "x" * 100_000})
-    assert statuses(results) == {"large": "failed"}
-    (tmp_path / "mine").touch()
-    lease.check_folder(tmp_path, most_files=2)
-    with pytest.raises(BadInputError, match="pass an empty --folder"):
-        lease.check_folder(tmp_path, most_files=1)
-    assert (tmp_path / "mine").exists()
 
 
 def test_two_leases_are_not_at_work_at_once(tmp_path: Path) -> None:
@@ -225,10 +215,10 @@ def test_results_are_merged_in_place_of_older_ones(
     assert others == {}
 
 
-KINDS = ("machine", "shared GPU", "steps", "profile", "optimizer", "tests", "point", "preflight", "answers")
+KINDS = ("machine", "shared GPU", "steps", "profile", "tests", "point", "preflight", "answers")
 MAY_BE_LEFT_OUT = {
     "steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss",
-    "shared GPU: 2.6 ZeRO-3", "optimizer: torchao, 8 bits",
+    "shared GPU: 2.6 ZeRO-3",
 }  # fmt: skip
 """Kernels for GPUs alone, and packages that need not be installed."""
 
@@ -250,6 +240,5 @@ def test_every_part_is_rehearsed_on_the_cpu(kind: str, tmp_path: Path) -> None:
     assert found == {part.name: "left out" if part.left_out else "done" for part in parts}
     assert {part.name for part in parts if part.left_out} <= MAY_BE_LEFT_OUT
     if kind == "profile":
-        profiles = [line["result"] for line in read_results(folder / RESULTS)]
-        assert all(each["total_s"] > 0 and each["by_kind_s"]["products"] > 0 for each in profiles)
-        assert [each["adapters_products_share"] > 0 for each in profiles] == [False, True]
+        tables = ["\n".join(line["result"]["table"]) for line in read_results(folder / RESULTS)]
+        assert all("aten::mm" in table for table in tables)

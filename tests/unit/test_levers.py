@@ -35,7 +35,6 @@ def expected() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("lever", "module", "name"), [
-    ("no waits per weight", levers, "_goes_on"),
     ("no wait for the norm", levers, "_goes_on"),
     ("2^28 logits at once", chunked_loss, "chunk_losses"),
     ("cuDNN's attention", levers, "attend_in_a_batch"),

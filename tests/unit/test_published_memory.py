@@ -1,5 +1,6 @@
 """Plans are near what others published, also where no constant was fitted, and nothing is said to fit that did not."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,8 +14,9 @@ from common.planning.published_memory import (
     CALIBRATION,
     KINDS,
     LIKELY,
-    T4_SOURCE,
+    MEMORY_PATH,
     Point,
+    architecture_of,
     errors_of,
     excluded,
     held_out_points,
@@ -29,7 +31,7 @@ SOURCES = tuple(sources())
 
 
 def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> None:
-    held_out = {name for name, source in sources().items() if source.held_out}
+    held_out = {name for name, source in sources().items() if source["held_out"]}
     assert held_out == {"answerai", "modelscope"}
     for name in held_out:
         assert sum("reserved" in point.figures for point in points_of(name)) >= 17
@@ -58,6 +60,22 @@ def test_allocated_memory_has_no_fitted_constant_and_is_within_3_percent() -> No
     assert errors.figures == 156
     assert errors.mean <= 0.03
     assert errors.worst <= 0.08
+
+
+@pytest.mark.parametrize(("kind", "count"), [("none sdpa", 10), ("nf4 sdpa", 21)])
+def test_a_t4_s_peaks_of_sdpa_are_within_the_bars(kind: str, count: int) -> None:
+    errors = errors_of([point for point in points_of("fitcheck") if point.at.startswith(kind)], ["allocated"])
+    assert errors.figures == count
+    assert errors.mean <= 0.03
+    assert errors.worst <= 0.08
+
+
+def test_shapes_have_the_parameters_that_were_published_with_them() -> None:
+    models = json.loads(MEMORY_PATH.read_text(encoding="utf-8"))["models"]
+    published = {model: shape for model, shape in models.items() if "parameters" in shape}
+    assert len(published) == 11
+    for model, shape in published.items():
+        assert architecture_of(model, shape).parameters == shape["parameters"], model
 
 
 @pytest.fixture
@@ -91,7 +109,7 @@ def test_19_of_20_figures_of_the_source_that_it_is_fitted_to_are_at_most_the_saf
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_point_says_where_it_is_from_and_has_a_figure_or_ran_out(source: str) -> None:
     found = points_of(source)
-    assert sources()[source].where
+    assert sources()[source]["where"]
     assert found
     assert all(point.at and (point.ran_out or point.figures) for point in found)
 
@@ -99,7 +117,7 @@ def test_each_point_says_where_it_is_from_and_has_a_figure_or_ran_out(source: st
 def test_excluded_points_are_counted_by_reason_with_examples() -> None:
     assert all(len(entry["examples"]) == 2 and entry["points"] >= 2 for entry in excluded())
     # 662 collected points, and AgileRL's 263; the runs that ran out of memory, and the T4's, are others
-    planned = [point for point in points() if point.source != T4_SOURCE and not point.ran_out]
+    planned = [point for point in points() if point.source != "fitcheck" and not point.ran_out]
     assert sum(entry["points"] for entry in excluded()) + len(planned) == 662 + 263
 
 
