@@ -23,9 +23,9 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS, is_registered
 from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.chats import side_by_side
+from common.reporting.layout import on_screen
 from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, own_tables, results_of_this_machine, task_of
-from common.reporting.screen import on_screen
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, with_tables
 
 
@@ -43,7 +43,6 @@ def main() -> None:
         help="the last runs of this machine, side by side: all that completed, or those of runs, run folders or "
         "techniques with these names (also patterns)",
     )  # fmt: skip
-    parser.add_argument("--failed", action="store_true", help="with --results: runs that did not complete, too")
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.page:
@@ -82,13 +81,13 @@ def _results(options: argparse.Namespace) -> str:
         raise BadInputError("There is no result on this machine yet: `make demo` makes some.")
     if options.results:
         found = called(found, options.results)
-    shown = [run for run in found if run["status"] == "completed" or options.results or options.failed]
+    shown = [run for run in found if run["status"] == "completed" or options.results]
     known = [run for run in shown if is_registered(run)]
     in_common = [run for run in known if not TASKS[task_of(run)].has_own_tables]
     if options.json:
         return json.dumps(side_by_side(in_common).to_dict(), indent=2)
     hidden = len(found) - len(shown)
-    parts = [f"{hidden} runs that did not complete are hidden: name them, or pass --failed"] if hidden else []
+    parts = [f"{hidden} runs that did not complete are hidden: name them, or '*' for all"] if hidden else []
     if in_common:
         parts += [on_screen(side_by_side(in_common)), LEGEND]
     done = {task_of(run) for run in known if run["status"] == "completed"}

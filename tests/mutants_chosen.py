@@ -732,7 +732,7 @@ REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
         "common/reporting/chats.py",
-        '            col.BATCH.titled("Rows per step"),\n',
+        '            "batch as Rows per step",\n',
         '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),

@@ -4,7 +4,7 @@ Pydantic checks a record against `Fields`. Keys that are not named here are take
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -18,22 +18,15 @@ MOST = 10**18
 """More than any count, number of bytes or seconds of a run."""
 
 
-def _inside(folder: str) -> str:
-    if folder.startswith(("/", "~")) or ".." in folder.split("/") or not folder.isprintable():
-        raise ValueError("it is no folder below the repository")
-    return folder
+def _refused(is_wrong: Callable[[Any], bool], why: str) -> AfterValidator:
+    """Return the check that refuses values with these words."""
 
+    def check(value: Any) -> Any:
+        if is_wrong(value):
+            raise ValueError(why)
+        return value
 
-def _name(name: str) -> str:
-    if not RUN_NAME_PATTERN.fullmatch(name):
-        raise ValueError("it is no name of a run")
-    return name
-
-
-def _drawn(score: float) -> float:
-    if math.isfinite(score) and abs(score) > 1e100:
-        raise ValueError("it is larger than any loss")
-    return score
+    return AfterValidator(check)
 
 
 def _keys(types: dict[str, Any]) -> Any:
@@ -49,7 +42,9 @@ Some = Annotated[int, Field(ge=1, le=MOST)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Figure = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
-Score = Annotated[float, AfterValidator(_drawn)]
+Score = Annotated[
+    float, _refused(lambda score: math.isfinite(score) and abs(score) > 1e100, "it is larger than any loss")
+]
 """A loss or a score, which is no number or infinite where a run diverged."""
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
@@ -79,8 +74,14 @@ Fields = _keys({
     "status": Literal["completed", "failed", "oom", "interrupted"],
     "technique": Text,
     "parallel": Text,
-    "run_folder": Annotated[Text, AfterValidator(_inside)],
-    "run_name": Annotated[Text, AfterValidator(_name)],
+    "run_folder": Annotated[
+        Text,
+        _refused(
+            lambda folder: folder.startswith(("/", "~")) or ".." in folder.split("/") or not folder.isprintable(),
+            "it is no folder below the repository",
+        ),
+    ],
+    "run_name": Annotated[Text, _refused(lambda name: not RUN_NAME_PATTERN.fullmatch(name), "it is no name of a run")],
     "launcher": Text,
     "command": Text,
     "started_at": Text,

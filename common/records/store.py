@@ -135,27 +135,18 @@ def write_json(data: dict[str, Any], path: Path) -> None:
     written.replace(path)
 
 
-def load_record(path: Path) -> Record:
+def load_record(path: Path, whole: bool = False) -> Record:
     """Read a record. Its values have the types of `common.records.schema`; of a run that failed some are not there.
 
     Raises:
         BadInputError: The file is no record, has a value that nobody can read, or a schema that this code does not
-            know.
+            know; with `whole`, also where a completed run lacks a figure of its task.
     """
-    from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
+    from common.records.schema import (
+        missing_from,
+        wrong_in,
+    )  # here: Pydantic takes a moment, which `--help` need not wait for
 
-    record = _parsed(path)
-    found = record.get("schema_version") if isinstance(record, dict) else None
-    if found != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
-        )
-    if wrong := wrong_in(record):
-        raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
-    return record
-
-
-def _parsed(path: Path) -> object:
     if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
         found = "it is a folder" if path.is_dir() else "there is no such file"
         raise BadInputError(f"{path} is no record ({found}): run `make run` first, then `make record`.")
@@ -163,19 +154,15 @@ def _parsed(path: Path) -> object:
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise BadInputError(f"{path} is no record (it has {size:,} bytes, more than {MOST_BYTES:,}): {AGAIN}")
-        return json.loads(path.read_text(encoding="utf-8"))
-
-
-def load_whole_record(path: Path) -> Record:
-    """Read a record that has all figures of a run of its task, if the run completed.
-
-    Raises:
-        BadInputError: as `load_record`, or something is missing.
-    """
-    from common.records.schema import missing_from  # here: as in `load_record`
-
-    record = load_record(path)
-    if missing := ", ".join(missing_from(record)):
+        record = json.loads(path.read_text(encoding="utf-8"))
+    found = record.get("schema_version") if isinstance(record, dict) else None
+    if found != SCHEMA_VERSION:
+        raise BadInputError(
+            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
+        )
+    if wrong := wrong_in(record):
+        raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
+    if whole and (missing := ", ".join(missing_from(record))):
         raise BadInputError(f"{path} is of a completed run, but lacks {missing}: {AGAIN}")
     return record
 
@@ -187,7 +174,7 @@ def records_in(files: Iterable[Path]) -> Iterator[tuple[Path, Record]]:
     """
     for file in files:
         try:
-            record = load_whole_record(file)
+            record = load_record(file, whole=True)
         except BadInputError as error:
             _say_left_out(str(error))
         else:

@@ -66,10 +66,6 @@ def _fits(plan: Row) -> str:
     return "tight" if _is_likely_to_fit(plan) else "no"
 
 
-def _rows_seen(row: Row) -> int:
-    return sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)])
-
-
 def _epochs(row: Row) -> str:
     number = row["config"]["num_train_epochs"]
     return f"{number} epoch" + ("" if number == 1 else "s")
@@ -177,7 +173,11 @@ TABLES = {
             "model",
             Column(
                 "Data",
-                lambda row: f"{Path(row['config']['data']).name}, {_rows_seen(row):,} rows in up to {_epochs(row)}",
+                lambda row: "{}, {:,} rows in up to {}".format(
+                    Path(row["config"]["data"]).name,
+                    sum(rank["samples"] for rank in row["world"][: data_parallel_ranks(row)]),
+                    _epochs(row),
+                ),
             ),
             "machine",
             Column(
@@ -264,10 +264,6 @@ TABLES = {
 # -- runs side by side
 
 
-FACTS_OF_ORIGINAL_BASE = replace(column("facts"), value="quality.after_original_base.facts_said_share")
-"""Of an adapter that was merged into the base before it was quantized."""
-
-
 def _has_adapters(row: Row) -> bool:
     return TECHNIQUES[row["technique"]].has_adapters
 
@@ -314,7 +310,7 @@ SIDE_BY_SIDE = (
     ),
     Column(
         "facts said, merged into the original base",
-        lambda row: FACTS_OF_ORIGINAL_BASE.cell(row) if row["quantization"] else None,
+        lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
         none=None,
         missing=None,
     ),

@@ -6,40 +6,27 @@ from itertools import product
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting.columns import Column, Table
+from common.reporting.layout import brief
 from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
     Metric,
     Row,
     in_order,
-    kind_name,
-    kind_of,
+    in_parts,
     published,
+    setting_name,
     settings_of_task,
     waiting_for_task,
 )
-from common.reporting.screen import brief
 
 METRICS = (
     Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
     Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
 )
-SHORTER = {" fine-tuning with": " with", ", 1 micro-batch (naive MP)": ", naive", " micro-batches": " parts"}
-"""In names of settings, where a table is narrow."""
 
 classified = partial(in_order, reporting=__name__)
 settings = partial(settings_of_task, reporting=__name__)
-
-
-def setting_name(technique: str, parallel: str, micro_batches: int | None) -> str:
-    """Return `LoRA with PP, 8 micro-batches`; with a single one, stages wait for each other as in naive MP."""
-    return kind_name(technique, parallel) + _in_parts(parallel, micro_batches)
-
-
-def _in_parts(parallel: str, micro_batches: int | None) -> str:
-    if not PARALLELISMS[parallel].pipelines or not micro_batches:  # of a run folder that nobody has run
-        return ""
-    return f", {micro_batches} micro-batches" if micro_batches > 1 else ", 1 micro-batch (naive MP)"
 
 
 def _peaks(row: Row) -> str:
@@ -66,11 +53,8 @@ def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> floa
     return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
 
 
-SETTING = Column("Setting", lambda row: setting_name(*kind_of(row), row["config"].get("micro_batches")))
-BEST = Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True)
 PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
 ACCURACY = Column("Test accuracy (95 % interval)", partial(_with_interval, score="accuracy"))
-MACRO_F1 = Column("Test macro-F1 (95 % interval)", partial(_with_interval, score="macro_f1"))
 ALLOWED = Column(
     "Allowed by machine and bubble",
     partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"),
@@ -100,30 +84,39 @@ def _waiting(records: list[Record]) -> list[Row]:
 
 
 def _shorter(row: Row) -> str:
-    name = SETTING.cell(row)
-    for long, short in SHORTER.items():
-        name = name.replace(long, short)
-    return name
+    name = setting_name(row).replace(" fine-tuning with", " with").replace(", 1 micro-batch (naive MP)", ", naive")
+    return name.replace(" micro-batches", " parts")
 
 
 TABLES = {
     "classification-settings": Table(
         lambda records: [*settings(records), *_waiting(records), *published(metric="accuracy")],
         (
-            SETTING,
+            "setting",
             "figures",
             "model_id",
             "devices",
             "epochs",
             "seeds",
-            BEST,
+            "best_accuracy",
             PEAKS,
             "time",
             "speedup_of_task",
             "idle",
         ),
     ),
-    "classification-details": Table(settings, (SETTING, ACCURACY, MACRO_F1, "planned", ALLOWED, SHARE, "command")),
+    "classification-details": Table(
+        settings,
+        (
+            "setting",
+            ACCURACY,
+            Column("Test macro-F1 (95 % interval)", partial(_with_interval, score="macro_f1")),
+            "planned",
+            ALLOWED,
+            SHARE,
+            "command",
+        ),
+    ),
     "classification-front": Table(
         settings,
         (
@@ -133,13 +126,11 @@ TABLES = {
             "machine",
             Column(
                 "Setting",
-                lambda row: (
-                    PARALLELISMS[row["parallel"]].label + _in_parts(row["parallel"], row["config"]["micro_batches"])
-                ),
+                lambda row: PARALLELISMS[row["parallel"]].label + in_parts(row),
             ),
             "device_count",
             "seeds",
-            BEST,
+            "best_accuracy",
             PEAKS.titled("Peak GiB"),
             "time as Time",
             "speedup_of_task",
@@ -152,7 +143,7 @@ TABLES = {
             Column("Setting", _shorter),
             "short_figures",
             "short_devices",
-            BEST.titled("Accuracy"),
+            "best_accuracy as Accuracy",
             PEAKS.titled("GiB per device"),
             "time",
         ),
@@ -161,8 +152,8 @@ TABLES = {
 ON_SCREEN = Table(
     settings,
     (
-        SETTING,
-        BEST.titled("Best"),
+        "setting",
+        "best_accuracy as Best",
         ACCURACY.titled("Test accuracy (95 %)"),
         "time as Time",
         "speedup_of_task",

@@ -29,6 +29,7 @@ from common.reporting.rows import (
     kind_of,
     model_of,
     published,
+    setting_name,
     waiting,
 )
 
@@ -168,11 +169,6 @@ def planned_and_measured_gib(row: Row) -> tuple[float, float] | None:
     return max((pair for pair in pairs if None not in pair), key=lambda pair: abs(pair[0] / pair[1] - 1), default=None)
 
 
-def as_code(command: str) -> str:
-    """Return a command as code; what is said in words instead of one as it is."""
-    return command if command.startswith(("the notebook", "a torchrun")) else f"`{command}`"
-
-
 def gpu_sizes(row: Row) -> dict[str, tuple[float, str]] | None:
     """Return cores and memory of one of a row's GPUs, as numbers and as written; None: it is none of the catalogue."""
     if row["status"] == NOT_PUBLISHED:
@@ -205,6 +201,11 @@ def memory_needed(row: Row) -> str:
     return f"{peak_gib:.2f} GiB" + (" (the process's memory)" if row["config"]["device"] == "cpu" else "")
 
 
+def _share_of_facts(title: str, path: str) -> Column:
+    """Return the column of a share in percent, over the seeds: `93.4 (92.8 to 94.1)`."""
+    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=NO_BASELINE, over_seeds=True)
+
+
 COLUMNS = {
     # what was run
     "approach": Column("Approach", approach),
@@ -218,6 +219,7 @@ COLUMNS = {
     "devices": Column("Devices", devices_of),
     "short_devices": Column("Devices", lambda row: devices_of(row).replace(", 1 thread x", " x")),
     "device_count": Column("Devices", "config.devices"),
+    "setting": Column("Setting", setting_name),
     "seed": Column("Seed", "config.seed"),
     "seeds": Column("Seeds", lambda row: len(row["seeds"])),
     "epochs": Column("Epochs", "config.num_train_epochs"),
@@ -237,7 +239,11 @@ COLUMNS = {
             f"{row['peak_learning_rate'] / row['config']['learning_rate']:.3g}x ({row['peak_learning_rate']:.3g})"
         ),
     ),
-    "command": Column("Command", "command", as_code),
+    "command": Column(  # as code, but for what is said in words instead of one
+        "Command",
+        "command",
+        lambda command: command if command.startswith(("the notebook", "a torchrun")) else f"`{command}`",
+    ),
     # how good it is
     "loss": Column("Validation loss", "best_validation_loss", "{:.4f}"),
     "score": Column("Similarity score", "quality.after.similarity_score", "{:.3f}"),
@@ -259,11 +265,25 @@ COLUMNS = {
     "facts_before": Column(
         "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
     ),
+    # of an adapter that was merged into the base before it was quantized
+    "facts_of_original_base": Column(
+        "Facts said", "quality.after_original_base.facts_said_share", "{:.0%}", none=NO_FACTS
+    ),
+    # of tasks with tables of their own
+    "best_accuracy": Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True),
+    "preferred": Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True),
+    "reward": Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True),
+    "right_before": _share_of_facts("Right before", "before.facts_said_share"),
+    "commonest": _share_of_facts("Commonest answer", "after.commonest_facts_said_share"),
+    "right_after": _share_of_facts("Right after", "after.facts_said_share"),
+    "swapped": _share_of_facts("Old answer, swapped picture", "after.swapped_facts_said_share"),
     # time
     "steps": Column("Steps", "steps"),
     "time": Column("Training time", training_time),
     "whole_time": Column("Training time", "train_time_s", clock),
-    "mean_time": Column("Training time", mean_time_s, clock),
+    "mean_time": Column(
+        "Training time", lambda row: clock(mean_time_s(row)) if len(row.get("seeds", ())) > 1 else training_time(row)
+    ),
     "reporting": Column("Of that, validation and checkpoints", "reporting_s", clock),
     "tokens_per_s": Column("Tokens per second", "tokens_per_s", "{:,.0f}"),
     "speedup": Column("Training speedup factor", speedup, "{:.2f}x"),

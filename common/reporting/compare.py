@@ -18,6 +18,7 @@ from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.columns import NO_BASELINE, OFF, Column, column
+from common.reporting.layout import fitted, screen_width
 from common.reporting.rows import (
     Metric,
     Row,
@@ -29,28 +30,16 @@ from common.reporting.rows import (
     step_s,
     task_of,
 )
-from common.reporting.screen import fitted, screen_width
 
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
 """Settings that say where results go and what they are called: no cause of a difference."""
 PICTURE_NAME = "compare.png"
-TITLES = {
-    "settings": "Settings that differ",
-    "quality": "Quality, before -> after",
-    "time": "Time",
-    "memory": "Memory of the fullest device",
-}
 
 # -- what is compared
 
 
 def _most(run: Record, name: str) -> float | None:
     return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
-
-
-def _questions(run: Record) -> int | None:
-    after = run["quality"]["after"]
-    return after.get("questions", after.get("rows"))
 
 
 QUALITY = (
@@ -81,7 +70,10 @@ MEMORY = (
 WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
-    Column("number of test questions", _questions),
+    Column(
+        "number of test questions",
+        lambda run: run["quality"]["after"].get("questions", run["quality"]["after"].get("rows")),
+    ),
     "model as model",
     Column("machine", first_device),
     Column("threads of a device", "environment.threads_per_rank"),
@@ -234,9 +226,10 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
 def text_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
     labels = ["", *labels_of(runs)]
+    titles = ("Settings that differ", "Quality, before -> after", "Time", "Memory of the fullest device")
     parts = [
-        f"{TITLES[part]}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{TITLES[part]}: none"
-        for part, lines in parts_of(runs).items()
+        f"{title}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{title}: none"
+        for title, lines in zip(titles, parts_of(runs).values(), strict=True)
     ]
     return "\n\n".join(filter(None, [fill(warning_of(runs), screen_width()), *parts, f"losses by step: {picture}"]))
 
@@ -287,20 +280,11 @@ def main() -> None:
     if options.picture and os.path.lexists(options.picture):
         raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
-    write_picture(runs, picture)
-    print(printable((json_of if options.json else text_of)(runs, picture)))
-
-
-def write_picture(runs: Sequence[Record], picture: Path) -> None:
-    """Draw the runs' losses and their metric by step into a file.
-
-    Raises:
-        BadInputError: it cannot be written there, or its name does not end as a picture's.
-    """
     from common.reporting.plots import plot_curves  # here: a wrong name is refused before matplotlib loads
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         plot_curves(runs, labels_of(runs)).savefig(picture)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # the latter of a name that does not end as a picture's
         raise BadInputError(f"--picture is {picture}, which cannot be written ({error}): pass another file.") from None
+    print(printable((json_of if options.json else text_of)(runs, picture)))

@@ -47,9 +47,12 @@ def _base_weights_mib(row: Row) -> float:
     """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
     if "quantization" in row:
         return 1024 * row["quantization"]["weights_gib"]
-    same_base = [run for run in row["records"] if run["config"]["model"] == row["config"]["model"]]
-    stored = [run["quantization"] for run in same_base if "quantization" in run]
-    return 1024 * stored[0]["unquantized_gib"]
+    same_base = [
+        run["quantization"]["unquantized_gib"]
+        for run in row["records"]
+        if "quantization" in run and run["config"]["model"] == row["config"]["model"]
+    ]
+    return 1024 * same_base[0]
 
 
 def _held_mib(row: Row) -> float:

@@ -34,6 +34,7 @@ from common.reporting.rows import (
     clock,
     completed,
     copies_of,
+    groups_of,
     kind_of,
     model_of,
     not_run,
@@ -162,18 +163,12 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
 def _looked_into(records: list[Record], key: str) -> list[Record]:
     """Return one run of each kind and model that has `key`: what is held and sent does not depend on the rest."""
     kinds = [FULL_DDP, *_sharding_kinds("full", "lora")]
-    seen: dict[tuple[object, ...], Record] = {}
-    for record in completed(records, *kinds):
-        if record.get(key):
-            targets = record["config"]["target_modules"]
-            seen.setdefault((*kind_of(record), model_of(record), targets, copies_of(record)), record)
-    return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
-
-
-def _held(records: list[Record]) -> list[Row]:
-    """Return runs in which the bytes were counted that each rank holds between two passes, with the "fullest" rank."""
-    runs = _looked_into(records, "held")
-    return [{**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))} for run in runs]
+    known = groups_of(
+        (record for record in completed(records, *kinds) if record.get(key)),
+        lambda run: (*kind_of(run), model_of(run), run["config"]["target_modules"], copies_of(run)),
+    )
+    firsts = [group[0] for group in known.values()]
+    return sorted(firsts, key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 
 def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:
@@ -300,8 +295,12 @@ TABLES = {
         ),
         (*WHAT, *TIMES, "speedup as Against one device", "ceiling", "loss", *WHERE, *MEMORY),
     ),
+    # bytes that each rank holds between two passes
     "sharding-held": Table(
-        _held,
+        lambda records: [
+            {**run, "fullest": max(run["held"]["per_rank"], key=lambda rank: sum(rank.values()))}
+            for run in _looked_into(records, "held")
+        ],
         (
             "kind",
             "model",

@@ -1,7 +1,6 @@
 """The tables of what tests measured: how exactly strategies agree with one device, and how faults end."""
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +11,7 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
 from common.reporting.columns import Column, Table
-from common.reporting.rows import NOT_RUN, Row
+from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]
 EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
@@ -137,38 +136,29 @@ def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
     return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
-def _compared_with_llama_cpp(_: list[Record]) -> list[Row]:
-    return json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
-
-
 def _ended_faults(_: list[Record]) -> list[Row]:
     """Return each technique of each fault that ends a run or costs it steps; seconds count from the fault on."""
-    rows, timed = _known_faults(), _with_figures()
-    tests = {number: _tests(row for row in rows if row["fault"] == number) for number in timed}
-    return [{**row, "tests": tests[row["fault"]]} for row in rows if row["fault"] in timed]
+    return [
+        {**row, "tests": _tests(same)}
+        for same in groups_of(_faults(have_figures=True), itemgetter("fault")).values()
+        for row in same
+    ]
 
 
 def _other_faults(_: list[Record]) -> list[Row]:
     """Return each outcome of each fault that is refused, or undone, without a time to tell."""
-    timed = _with_figures()
-    alike: defaultdict[tuple[object, object], list[Outcome]] = defaultdict(list)
-    for row in _known_faults():
-        if row["fault"] not in timed:
-            alike[row["fault"], row["outcome"]].append(row)
     return [
         {**same[0], "technique": ", ".join(row["technique"] for row in same), "tests": _tests(same)}
-        for same in alike.values()
+        for same in groups_of(_faults(have_figures=False), itemgetter("fault", "outcome")).values()
     ]
 
 
-def _known_faults() -> list[Outcome]:
+def _faults(have_figures: bool) -> list[Outcome]:
+    """Return the outcomes of the faults that have a figure with some technique, or of the others, by number."""
     elsewhere = [dict(zip(("fault", "technique", "outcome", "test"), row, strict=True)) for row in ELSEWHERE]
-    return sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=lambda row: row["fault"])
-
-
-def _with_figures() -> set[object]:
-    """Return the numbers of the faults that have a figure with some technique."""
-    return {row["fault"] for row in _known_faults() if any(column.value_in(row) is not None for column in FIGURES)}
+    known = sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=itemgetter("fault"))
+    timed = {row["fault"] for row in known if any(column.value_in(row) is not None for column in FIGURES)}
+    return [row for row in known if (row["fault"] in timed) == have_figures]
 
 
 def _tests(rows: Iterable[Outcome]) -> str:
@@ -179,7 +169,6 @@ def _tests(rows: Iterable[Outcome]) -> str:
 # -- tables
 
 
-FAULT = Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}")
 FIGURES = (
     Column("Noticed", "noticed_s", "{:.1f}", none="", missing=""),
     Column("Ended", "ended_s", "{:.1f}", none="", missing=""),
@@ -187,30 +176,23 @@ FIGURES = (
     Column("Min", "lost_minutes", "{:.2f}", none="", missing=""),
     Column("Save", "held_up_s", "{:.2f}", none="", missing=""),
 )
-TESTS, WITH, OUTCOME = Column("Tests", "tests"), Column("With", "technique"), Column("Outcome", "outcome")
+ABOUT = (
+    Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}"),
+    Column("Tests", "tests"),
+    Column("With", "technique"),
+    Column("Outcome", "outcome"),
+)
 TABLES = {
     "equivalence": Table(_equivalence),
     # which workflows train a family of decoders, and how it is planned
     "families": _families({"2.1": "2.1 LoRA", "2.3": "2.3 QLoRA", "2.4": "2.4 full", "2.5": "2.5 MP"}),
     # of encoders (3.1) and of encoder-decoders (3.2)
     "families-of-tasks": _families({"3.1 full": "3.1 full", "3.1 LoRA": "3.1 LoRA", "3.2": "3.2 full"}, elsewhere=""),
-    "faults": Table(
-        _ended_faults,
-        (
-            FAULT,
-            TESTS,
-            WITH,
-            OUTCOME,
-            *FIGURES,
-        ),
-        shared=("Fault", "Tests"),
-    ),
-    "faults-others": Table(
-        _other_faults, (FAULT, WITH, OUTCOME, TESTS), line="- **{Fault}** ({With}): {Outcome}. {Tests}"
-    ),
+    "faults": Table(_ended_faults, (*ABOUT, *FIGURES), shared=("Fault", "Tests")),
+    "faults-others": Table(_other_faults, ABOUT, line="- **{Fault}** ({With}): {Outcome}. {Tests}"),
     # what llama.cpp makes of a tuned model and type of weights as Transformers does
     "llama-cpp": Table(
-        _compared_with_llama_cpp,
+        lambda _: json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"],
         (
             Column("Base", lambda row: f"{row['base']} ({row['model_type']})"),
             Column("Pre-tokenizer", "pre_tokenizer"),

@@ -8,17 +8,12 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records
 from common.reporting.columns import Column, Table, column
-from common.reporting.rows import Kind, Row, completed, kind_of
+from common.reporting.rows import Row, completed, grouped, kind_of
 
 
 def study_runs() -> list[Record]:
     """Return the completed runs of docs/measure.py."""
     return completed(kept_records(STUDY))
-
-
-def _by_rows(_: list[Record]) -> list[Row]:
-    runs = [run for run in study_runs() if run["config"]["learning_rate"] == RunConfig.learning_rate]
-    return _grouped(runs, "train_rows")
 
 
 def _by_learning_rate(_: list[Record]) -> list[Row]:
@@ -30,15 +25,9 @@ def _by_learning_rate(_: list[Record]) -> list[Row]:
 
 def _grouped(runs: list[Record], setting: str) -> list[Row]:
     """Return a row for each approach and value of a setting, in increasing order, with its runs (one per seed)."""
-    groups: dict[tuple[Kind, float], list[Record]] = {}
-    for run in sorted(runs, key=lambda run: run["config"][setting]):
-        groups.setdefault((kind_of(run), run["config"][setting]), []).append(run)
-    by_kind = sorted(groups.items(), key=lambda group: group[0][0], reverse=True)  # LoRA first
-    return [{**group[0], "seeds": group} for _, group in by_kind]
-
-
-def _passes(row: Row) -> float:
-    return row["steps"] / ceil(row["config"]["train_rows"] / row["effective_batch_size"])
+    in_order = sorted(runs, key=lambda run: run["config"][setting])
+    rows = grouped(in_order, lambda run: (kind_of(run), run["config"][setting]))
+    return sorted(rows, key=kind_of, reverse=True)  # LoRA first
 
 
 def _taught_share(row: Row) -> float:
@@ -54,11 +43,6 @@ def _facts(data: str, split: str) -> list[set[tuple[str, str]]]:
     return [{(row["exhibit"], fact) for fact in row["facts"]} for row in map(json.loads, lines)]
 
 
-def _best_step(row: Row) -> int:
-    """Return the optimizer step after which the validation loss was lowest."""
-    return min(row["validation_losses"], key=lambda point: point[1])[0]
-
-
 QUALITY = (
     replace(column("facts"), over_seeds=True),
     replace(column("score as Score"), over_seeds=True),
@@ -66,14 +50,25 @@ QUALITY = (
 )
 TABLES = {
     "own-data-rows": Table(
-        _by_rows,
+        lambda _: _grouped(
+            [run for run in study_runs() if run["config"]["learning_rate"] == RunConfig.learning_rate], "train_rows"
+        ),
         (
             "kind",
             Column("Rows", "config.train_rows"),
-            Column("Passes", _passes, "{:.0f}"),
+            Column(
+                "Passes",
+                lambda row: row["steps"] / ceil(row["config"]["train_rows"] / row["effective_batch_size"]),
+                "{:.0f}",
+            ),
             Column("Test facts in them", _taught_share, "{:.0%}"),
             *QUALITY,
-            Column("At step", _best_step, "{:.0f}", over_seeds=True),
+            Column(  # after which the validation loss was lowest
+                "At step",
+                lambda run: min(run["validation_losses"], key=lambda point: point[1])[0],
+                "{:.0f}",
+                over_seeds=True,
+            ),
         ),
     ),
     "own-data-learning-rates": Table(

@@ -11,9 +11,9 @@ from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
+from common.reporting.benchmark import compared_by_phase
 from common.reporting.columns import Column, column
 from common.reporting.compare import NAMES, settings_of
-from common.reporting.memory import compared_by_phase
 from common.reporting.rows import Metric, metrics_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
@@ -44,28 +44,15 @@ def _metric(record: Record) -> Metric | None:
 
 
 def _quality(record: Record, when: str) -> float | None:
-    return _rounded(record["quality"][when].get(_metric(record).name))
-
-
-def _rounded(value: float | None) -> float | None:
-    """Return a value for the page; JSON has no number that is not finite."""
+    """Return a run's main metric; None also for what is not finite, which JSON cannot say."""
+    value = record["quality"][when].get(_metric(record).name)
     return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
 def _tensors_gib(record: Record) -> float | None:
     """Return what tensors took in training on the fullest device; on a CPU the process's memory is mostly Python."""
-    peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING) for entry in record["memory"]]
-    known = [peak for peak in peaks if peak]
-    return round(max(known), GIB_DIGITS) if known else None
-
-
-def _settings(record: Record) -> dict[str, str]:
-    return {name: str(value) for name, value in settings_of(record).items() if value is not None}
-
-
-def _is_trial(record: Record) -> bool:
-    """Return whether a run had a few steps or test rows only."""
-    return any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
+    peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING, 0) for entry in record["memory"]]
+    return round(max(peaks), GIB_DIGITS) if any(peaks) else None
 
 
 VALUES = {
@@ -89,8 +76,13 @@ VALUES = {
     "folder": Column("Run folder", "run_folder"),
     "command": Column("Command", "command"),
     "gallery": Column("Gallery", lambda record: record.get("gallery", [])),
-    "settings": Column("Settings", _settings),
-    "is_trial": Column("Trial", _is_trial),
+    "settings": Column(
+        "Settings",
+        lambda record: {name: str(value) for name, value in settings_of(record).items() if value is not None},
+    ),
+    "is_trial": Column(  # of a few steps or test rows only
+        "Trial", lambda record: any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
+    ),
 }
 """What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")

@@ -4,27 +4,18 @@ from functools import partial
 from statistics import fmean
 
 from common.records.store import Record
-from common.reporting.columns import NO_BASELINE, Column, Table, column, in_percent, mean_time_s, training_time
+from common.reporting.columns import NO_BASELINE, Table
+from common.reporting.layout import brief
 from common.reporting.rows import (
     ANSWER_METRICS,
     Row,
-    clock,
+    setting_name,
     settings_of_task,
     waiting_for_task,
 )
-from common.reporting.screen import brief
 
 METRICS = ANSWER_METRICS
 settings = partial(settings_of_task, reporting=__name__)
-
-
-def _share(title: str, path: str) -> Column:
-    """Return the column of a share of facts in percent, over the seeds: `93.4 (92.8 to 94.1)`."""
-    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=NO_BASELINE, over_seeds=True)
-
-
-def _time(row: Row) -> str:
-    return clock(mean_time_s(row)) if len(row["seeds"]) > 1 else training_time(row)
 
 
 def _by_kind(records: list[Record]) -> list[Row]:
@@ -36,7 +27,7 @@ def _by_kind(records: list[Record]) -> list[Row]:
         return NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
 
     return [
-        {"Setting": SETTING.cell(row)}
+        {"Setting": setting_name(row)}
         | {
             kind or "no kind": f"{mean(row, 'before', kind)} / {mean(row, 'after', kind)}"
             for kind in row["quality"]["after"]["facts_said_share_by_kind"]
@@ -45,35 +36,30 @@ def _by_kind(records: list[Record]) -> list[Row]:
     ]
 
 
-SETTING = column("kind as Setting")
-BEFORE = _share("Right before", "before.facts_said_share")
-COMMONEST = _share("Commonest answer", "after.commonest_facts_said_share")
-AFTER = _share("Right after", "after.facts_said_share")
-SWAPPED = _share("Old answer, swapped picture", "after.swapped_facts_said_share")
-TIME = Column("Training time", _time)
+SHARES = ("right_before", "commonest", "right_after", "swapped")
 
 TABLES = {
     "pictures-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, "figures", "model_id", "devices", "seeds", BEFORE, COMMONEST, AFTER, SWAPPED, TIME,
+        ("setting", "figures", "model_id", "devices", "seeds", *SHARES, "mean_time",
          "speedup_of_task", "planned", "command"),
     ),
     "pictures-kinds": Table(_by_kind),
     "pictures-front": Table(
         settings,
-        ("model_id", "machine", SETTING, "seeds", BEFORE, COMMONEST, AFTER, SWAPPED, TIME.titled("Time")),
+        ("model_id", "machine", "setting", "seeds", *SHARES, "mean_time as Time"),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
 ON_SCREEN = Table(
     settings,
     (
-        SETTING,
-        BEFORE.titled("Before"),
-        COMMONEST.titled("Commonest"),
-        AFTER.titled("After"),
-        SWAPPED.titled("Swapped"),
-        TIME.titled("Time"),
+        "setting",
+        "right_before as Before",
+        "commonest as Commonest",
+        "right_after as After",
+        "swapped as Swapped",
+        "mean_time as Time",
         "speedup_of_task",
         "planned as Peak GiB, planned / measured",
     ),

@@ -5,8 +5,8 @@ from functools import partial
 from statistics import fmean
 
 from common.reporting.columns import NO_BASELINE, Column, Table, in_percent
-from common.reporting.rows import Metric, Row, clock, in_order, kind_name, kind_of, settings_of_task, waiting_for_task
-from common.reporting.screen import brief
+from common.reporting.layout import brief
+from common.reporting.rows import Metric, Row, clock, in_order, settings_of_task, waiting_for_task
 
 METRICS = (
     Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
@@ -16,12 +16,6 @@ METRICS = (
     Metric("reward_margin", "reward margin", "higher", "{:.2f}"),
 )
 settings = partial(settings_of_task, reporting=__name__)
-
-
-def _setting(row: Row) -> str:
-    """Return what a setting is called; a control learns the rejected answers."""
-    control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
-    return kind_name(*kind_of(row)) + control
 
 
 def _changed(row: Row, name: str, form: Callable[[float], str]) -> str:
@@ -37,9 +31,6 @@ def _reference_time(row: Row) -> str:
     return clock(fmean(seconds)) if seconds else "in each step"
 
 
-SETTING = Column("Setting", _setting)
-ACCURACY = Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True)
-REWARD = Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True)
 DATES = Column("Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=NO_BASELINE)
 FACTS = Column("Facts said", partial(_changed, name="facts_said_share", form=in_percent), missing=NO_BASELINE)
 WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=NO_BASELINE)
@@ -47,12 +38,12 @@ WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), m
 TABLES = {
     "preferences-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, "figures", "model_id", "devices", "seeds", ACCURACY, REWARD, DATES, FACTS, WORDS,
+        ("setting", "figures", "model_id", "devices", "seeds", "preferred", "reward", DATES, FACTS, WORDS,
          Column("Reference", _reference_time), "mean_time", "speedup_of_task", "planned", "command"),
     ),
     "preferences-front": Table(
         settings,
-        ("model_id", "machine", SETTING, "seeds", ACCURACY, DATES, FACTS, "mean_time as Time"),
+        ("model_id", "machine", "setting", "seeds", "preferred", DATES, FACTS, "mean_time as Time"),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
@@ -60,9 +51,9 @@ ON_SCREEN = Table(
     lambda records: [{**run, "seeds": [run]} for run in in_order(records, __name__)],
     (
         Column("Run", "run_name"),
-        SETTING,
-        ACCURACY.titled("Accuracy"),
-        REWARD.titled("Reward"),
+        "setting",
+        "preferred as Accuracy",
+        "reward as Reward",
         DATES,
         FACTS.titled("Facts"),
         WORDS,

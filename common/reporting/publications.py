@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from common.base.paths import REPOSITORY
@@ -14,9 +14,8 @@ from common.planning.shares import whole_model
 from common.planning.step_speed import peak_tflops, step_flops
 from common.records.store import Record
 from common.reporting.columns import Column, Table
-from common.reporting.rows import Row
+from common.reporting.rows import Row, groups_of
 
-KIND_NAMES = {"allocated": "allocated", "reserved": "reserved", "nvidia_smi": "`nvidia-smi`"}
 WITHIN = 1.5
 """A ratio of planned to published counts as near from one over this on, up to this."""
 WELL_KNOWN = (
@@ -42,7 +41,6 @@ OWN_MFU = {
     "qwen2.5-7b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "42.8%, 423 of 989 TFLOP/s",
 }
 """By the label of a run on one GPU, the MFU that its source has."""
-GPU_TRIALS_FILE = REPOSITORY / "bench" / "gpu_trials.json"
 
 
 def is_near(rate: PublishedRate) -> bool:
@@ -66,40 +64,30 @@ def _memory_by_source(_: list[Record]) -> Iterator[Row]:
         for kind in KINDS:
             if found := [point for point in points_of(name) if kind in point.figures]:
                 errors = errors_of(found, (kind,))
-                yield {"source": source["title"], "figure": KIND_NAMES[kind], "errors": errors, "use": use}
+                yield {
+                    "source": source["title"],
+                    "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
+                    "errors": errors,
+                    "use": use,
+                }
     errors = errors_of(held_out_points(), LIKELY)
     yield {"source": "held out, together", "figure": "reserved", "errors": errors, "use": "bars: 8 %, 90 %"}
 
 
-def _verdicts(_: list[Record]) -> list[Row]:
-    """Return what the planner says of runs of which it is published whether they fitted."""
-    return [
-        {"runs": "all sources", "verdicts": verdicts_on(published_memory.points())},
-        {"runs": "held out", "verdicts": verdicts_on(held_out_points())},
-    ]
-
-
 def _by_source() -> dict[str, list[PublishedRate]]:
     """Return the rates of each source, the one with most first."""
-    rates = published_rates()
-    counted = Counter(rate.source for rate in rates).most_common()
-    return {source: [rate for rate in rates if rate.source == source] for source, _ in counted}
+    by_source = groups_of(published_rates(), attrgetter("source"))
+    return dict(sorted(by_source.items(), key=lambda named: -len(named[1])))
 
 
 def _by_label() -> dict[str, PublishedRate]:
     return {rate.label: rate for rate in reversed(published_rates())}  # of several alike the first
 
 
-def _times_by_source(_: list[Record]) -> list[Row]:
-    named = {source_name(source): rates for source, rates in _by_source().items()}
-    return [{"source": source, "rates": rates} for source, rates in {**named, "all": published_rates()}.items()]
-
-
 def _model_flops(_: list[Record]) -> Iterator[Row]:
     """Yield the fastest trial here of each GPU and technique, then published runs on one GPU."""
-    trials = json.loads(GPU_TRIALS_FILE.read_text(encoding="utf-8"))
-    for gpu, technique in dict.fromkeys((trial["gpu"], trial["technique"]) for trial in trials):
-        own = [trial for trial in trials if (trial["gpu"], trial["technique"]) == (gpu, technique)]
+    trials = json.loads((REPOSITORY / "bench" / "gpu_trials.json").read_text(encoding="utf-8"))
+    for (gpu, technique), own in groups_of(trials, itemgetter("gpu", "technique")).items():
         fastest = max(own, key=lambda trial: trial["mfu"])
         yield {**fastest, "run": f"here: llama-3.1-8b, {technique}, {gpu}, {fastest['name']}", "own_mfu": "the same"}
     for label, own_mfu in OWN_MFU.items():
@@ -109,15 +97,11 @@ def _model_flops(_: list[Record]) -> Iterator[Row]:
 
 
 def _excluded_rates(_: list[Record]) -> list[Row]:
-    """Return what was found and not used, counted by reason."""
-    excluded = excluded_rates()
+    """Return what was found and not used by reason, the one with most first."""
+    by_reason = groups_of(excluded_rates(), itemgetter("reason"))
     return [
-        {
-            "reason": reason,
-            "points": count,
-            "sources": dict.fromkeys(source_name(rate["source"]) for rate in excluded if rate["reason"] == reason),
-        }
-        for reason, count in Counter(rate["reason"] for rate in excluded).most_common()
+        {"reason": reason, "points": len(rates), "sources": {source_name(rate["source"]): None for rate in rates}}
+        for reason, rates in sorted(by_reason.items(), key=lambda named: -len(named[1]))
     ]
 
 
@@ -134,9 +118,12 @@ RATE = (
     Column("Planned", "planned", "{:,.0f}"),
     Column("Ratio", "ratio", "{:.2f}"),
 )
-PAGE = Column("Page", lambda rate: rate.where.rpartition("/")[2])
 RATES_BY_SOURCE = {
-    f"rates-{source}": Table(lambda _, rates=rates: rates, (*RATE, PAGE), shared=("Page",))
+    f"rates-{source}": Table(
+        lambda _, rates=rates: rates,
+        (*RATE, Column("Page", lambda rate: rate.where.rpartition("/")[2])),
+        shared=("Page",),
+    )
     for source, rates in _by_source().items()
 }
 """Of docs/published_rates.md: every point of a source, with its page there."""
@@ -153,8 +140,12 @@ TABLES = {
             Column("Use", "use"),
         ),
     ),
+    # what the planner says of runs of which it is published whether they fitted
     "published-verdicts": Table(
-        _verdicts,
+        lambda _: [
+            {"runs": "all sources", "verdicts": verdicts_on(published_memory.points())},
+            {"runs": "held out", "verdicts": verdicts_on(held_out_points())},
+        ],
         (
             Column("Runs", "runs"),
             Column("fitted", "verdicts.ran"),
@@ -170,7 +161,10 @@ TABLES = {
     ),
     # per source, how far the planner's times are from the published ones
     "rates-by-source": Table(
-        _times_by_source,
+        lambda _: [
+            *({"source": source_name(source), "rates": rates} for source, rates in _by_source().items()),
+            {"source": "all", "rates": published_rates()},
+        ],
         (
             Column("Source", "source"),
             Column("Technique", lambda row: ", ".join(dict.fromkeys(rate.job.method.short for rate in row["rates"]))),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 
 from common.base.paths import REPOSITORY
@@ -10,7 +9,7 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, SPEED, WHERE
+from common.reporting.chats import SPEED, WHERE
 from common.reporting.columns import Column, Table, column
 from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
 from common.reporting.rows import (
@@ -21,7 +20,6 @@ from common.reporting.rows import (
     QLORA,
     QLORA_DDP,
     QLORA_FSDP,
-    Kind,
     Row,
     approach,
     clock,
@@ -32,7 +30,6 @@ from common.reporting.rows import (
 )
 
 SEEDS = (42, 7, 8)
-OFTEN_SAID = {FULL: "best", LORA: "good", QLORA: "OK"}
 NEEDS_GPUS = {
     QLORA_DDP: ("2.3_qlora_finetuning/run_1_a5000_24g_x1", "--parallel ddp --devices 2"),
     QLORA_FSDP: ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", "--technique qlora"),
@@ -48,44 +45,46 @@ def _name(row: Row) -> str:
     return ", ".join([approach(row), *unusual])
 
 
-def _unless_same_base(row: Row, otherwise: Column) -> str:
-    """Return the cell of an adapter that was merged into the base before it was quantized."""
-    return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else otherwise.cell(row)
+def _original_base(title: str, found: Column) -> Column:
+    """Return the column of what an adapter is worth that was merged into the base before it was quantized."""
+    return Column(
+        f"Original base: {title}",
+        lambda row: "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else found.cell(row),
+    )
 
 
-MINILM_OF_ORIGINAL_BASE = replace(column("minilm"), value="quality.after_original_base.similarity_score_minilm")
-LOSS_OF_ORIGINAL_BASE = replace(
-    column("loss"),
-    value=lambda row: row["quality"]["after_original_base"] and row["merged_validation_losses"]["merged_into_original"],
-)
 NAME = Column("Approach", _name)
 QUALITY = (
     NAME,
     *("seed", "score", "facts", "loss", *WHERE, "epochs", "rows"),
     *("score_before", "minilm_before", "minilm", "facts_before"),
-    Column("Original base: MiniLM", partial(_unless_same_base, otherwise=MINILM_OF_ORIGINAL_BASE)),
-    Column("Original base: facts said", partial(_unless_same_base, otherwise=FACTS_OF_ORIGINAL_BASE)),
-    Column("Original base: validation loss", partial(_unless_same_base, otherwise=LOSS_OF_ORIGINAL_BASE)),
+    _original_base("MiniLM", replace(column("minilm"), value="quality.after_original_base.similarity_score_minilm")),
+    _original_base("facts said", column("facts_of_original_base")),
+    _original_base(
+        "validation loss",
+        replace(
+            column("loss"),
+            value=lambda row: (
+                row["quality"]["after_original_base"] and row["merged_validation_losses"]["merged_into_original"]
+            ),
+        ),
+    ),
 )
-BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
-
-
-def _with_options(row: Row, kind: Kind, options: str) -> Row:
-    return {
-        **row,
-        "technique": kind[0],
-        "parallel": kind[1],
-        "config": {**row["config"], "devices": 2},
-        "world": [{}] * 2,
-        "command": f'{row["command"]} ARGS="{options}"',
-    }
 
 
 def _runs(records: list[Record]) -> list[Row]:
     """Return the runs beside LoRA's, and what nobody has run: of run folders, and with options of `NEEDS_GPUS`."""
+    rows = [not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)) for folder, _ in NEEDS_GPUS.values()]
     needing_gpus = [
-        _with_options(not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)), kind, options)
-        for kind, (folder, options) in NEEDS_GPUS.items()
+        {
+            **row,
+            "technique": technique,
+            "parallel": parallel,
+            "config": {**row["config"], "devices": 2},
+            "world": [{}] * 2,
+            "command": f'{row["command"]} ARGS="{options}"',
+        }
+        for row, ((technique, parallel), (_, options)) in zip(rows, NEEDS_GPUS.items(), strict=True)
     ]
     return [*completed(records, LORA, QLORA, QLORA_DDP), *waiting(records, QLORA), *needing_gpus]
 
@@ -115,8 +114,11 @@ def _memory(records: list[Record]) -> Iterator[Row]:
 
 def _techniques(records: list[Record]) -> Iterator[Row]:
     """Yield each technique on the same rows and seeds, by its own recipe, if there is a run with each seed."""
-    for kind, said in OFTEN_SAID.items():
-        found = {record["config"]["seed"]: record for record in completed(records, kind) if _is_recipe(record)}
+    literals = {folder: run.to_dict() for folder, run in run_folders().items()}
+    for kind, said in {FULL: "best", LORA: "good", QLORA: "OK"}.items():
+        found = {
+            record["config"]["seed"]: record for record in completed(records, kind) if _is_recipe(record, literals)
+        }
         known = {"technique": kind[0], "parallel": kind[1], "said": said}
         if found.keys() >= set(SEEDS):
             runs = [found[seed] for seed in SEEDS]
@@ -125,13 +127,13 @@ def _techniques(records: list[Record]) -> Iterator[Row]:
             yield {**known, "status": NOT_RUN, "figures": NOT_RUN}
 
 
-def _is_recipe(record: Record) -> bool:
+def _is_recipe(record: Record, literals: dict[Path, dict[str, object]]) -> bool:
     """Return whether a run was started by command with its folder's settings, but for the seed.
 
     A record says what the model takes of padding, and how many rows the plan lets answer at once, where the folder
     leaves that open; whether the base was evaluated changes nothing.
     """
-    literal, config = _literals().get(REPOSITORY / record["run_folder"]), record["config"]
+    literal, config = literals.get(REPOSITORY / record["run_folder"]), record["config"]
     if literal is None:  # of a run folder that is not here
         return False
     named = {"seed", "run_name", "results_root", "run_folder"}
@@ -140,18 +142,26 @@ def _is_recipe(record: Record) -> bool:
     return record["launcher"] == "python" and all(config[name] == literal[name] for name in compared)
 
 
-@cache
-def _literals() -> dict[Path, dict[str, object]]:
-    return {folder: run.to_dict() for folder, run in run_folders().items()}
-
-
 def _gib(title: str, value_of: Callable[[Row], float]) -> Column:
     return Column(title, lambda row: f"{value_of(row):.{row['digits']}f}")
 
 
 TABLES = {
     "qlora-quality": Table(_runs, QUALITY),
-    "qlora-speed": Table(_runs, (NAME, *SPEED[1:], BITS)),
+    "qlora-speed": Table(
+        _runs,
+        (
+            NAME,
+            *SPEED[1:],
+            Column(
+                "Bits per quantized weight",
+                "quantization.bits_per_quantized_weight",
+                "{:.2f}",
+                none="-",
+                missing="-",
+            ),
+        ),
+    ),
     "qlora-memory": Table(
         _memory,
         (

@@ -7,14 +7,14 @@ compared with stands in it, too: as "baseline" the run on one device, as "seeds"
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
@@ -48,6 +48,7 @@ FREE_SETTINGS = {
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 """A record, or what has its shape."""
 
@@ -186,15 +187,26 @@ def in_order(records: Iterable[Record], reporting: str) -> list[Record]:
     )
 
 
+def groups_of(rows: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:
+    """Return the rows with the same key together, keys and rows in their order."""
+    groups: dict[Any, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def grouped(runs: Iterable[Record], key: Callable[[Record], object]) -> list[Row]:
+    """Return a row for the runs with the same key: the one with the lowest seed, with all of them as "seeds"."""
+    groups = [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups_of(runs, key).values()]
+    return [{**group[0], "seeds": group} for group in groups]
+
+
 def with_seeds(runs: Iterable[Record]) -> list[Row]:
-    """Return a row for runs that differ in their seed alone: the one with the lowest, with all of them as "seeds"."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for run in runs:
-        named = ("seed", "run_name", "results_root")
-        same = {name: value for name, value in run["config"].items() if name not in named}
-        groups.setdefault((run["launcher"], *same.items()), []).append(run)
-    seeds = [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
-    return [{**group[0], "seeds": group} for group in seeds]
+    """Return a row for runs that differ in their seed alone, see `grouped`."""
+    named = ("seed", "run_name", "results_root")
+    return grouped(
+        runs, lambda run: (run["launcher"], *(each for each in run["config"].items() if each[0] not in named))
+    )
 
 
 def settings_of_task(records: list[Record], reporting: str) -> list[Row]:
@@ -363,6 +375,20 @@ def kind_name(technique: str, parallel: str) -> str:
     how = PARALLELISMS.get(parallel)
     title = TECHNIQUES[technique].title if technique in TECHNIQUES else technique
     return title + ("" if how and how.is_single else f" with {how.label if how else parallel}")
+
+
+def setting_name(row: Row) -> str:
+    """Return `LoRA with PP, 8 micro-batches`, or `LoRA, exchanged (control)`, which learns the rejected answers."""
+    control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
+    return kind_name(*kind_of(row)) + in_parts(row) + control
+
+
+def in_parts(row: Row) -> str:
+    """Return `, 8 micro-batches` of a pipeline; with a single one, stages wait for each other as in naive MP."""
+    parts = row["config"].get("micro_batches")
+    if not parts or not PARALLELISMS[row["parallel"]].pipelines:  # the former of a run folder that nobody has run
+        return ""
+    return f", {parts} micro-batches" if parts > 1 else ", 1 micro-batch (naive MP)"
 
 
 def approach(row: Row) -> str:

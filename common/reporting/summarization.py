@@ -16,6 +16,7 @@ from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column, Table, column
+from common.reporting.layout import brief
 from common.reporting.rows import (
     NOT_RUN,
     Metric,
@@ -27,7 +28,6 @@ from common.reporting.rows import (
     waiting_for_task,
     with_seeds,
 )
-from common.reporting.screen import brief
 
 LOOPS = {
     "trainer": "Seq2SeqTrainer, by torchrun",
@@ -114,13 +114,12 @@ EXACT_BEFORE, EXACT, EXACT_BOTH = _score("To the letter", "exact_share", "{:.0%}
 class Fleet:
     """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them.
 
-    `run` has all settings but the devices; `batch` is one GPU's micro-batch, to whose lengths every row is padded.
+    `run` has all settings but the devices; every row is padded to its lengths.
     """
 
     machine: Machine
     count: int
     run: RunConfig
-    batch: BatchShape
 
     @property
     def clusters(self) -> list[Cluster]:
@@ -138,33 +137,25 @@ class Fleet:
 
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
-        job = job_of_run(replace(self.run, devices=len(cluster.gpus)), self.batch)
-        return make_plan(read_architecture("bart-large-cnn"), job, cluster, calibration_from(records, self.batch.task))
+        run, rows = replace(self.run, devices=len(cluster.gpus)), self.run.per_device_train_batch_size
+        summary = run.max_target_length
+        batch = BatchShape(rows, run.max_length, labelled=summary, target_length=summary, task=run.task)
+        calibration = calibration_from(records, run.task)
+        return make_plan(read_architecture("bart-large-cnn"), job_of_run(run, batch), cluster, calibration)
 
 
-def _as_published(result: dict[str, Any]) -> Fleet:
-    """Return a published run with the settings of its own scripts."""
-    rows, summary = result["rows_per_gpu"], result["summary_tokens"]
-    run = replace(
-        literal_of(ONE_MACHINE),
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=result["accumulation_steps"],
-    )
-    batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary, task=run.task)
-    return Fleet(MACHINES[result["machine"]], result["machines"], run, batch)
-
-
-def _as_ours(result: dict[str, Any]) -> Fleet:
-    """Return the same machines with the settings of our run: as many rows per step on all."""
+def _fleet(result: dict[str, Any], settings: str) -> Fleet:
+    """Return a published run's machines with "published" settings, or "our" run's: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
-    batch = BatchShape(
-        run.per_device_train_batch_size,
-        run.max_length,
-        run.max_target_length,
-        target_length=run.max_target_length,
-        task=run.task,
-    )
-    return Fleet(MACHINES[result["machine"]], result["machines"], run, batch)
+    if settings == "published":
+        run = replace(
+            run,
+            per_device_train_batch_size=result["rows_per_gpu"],
+            gradient_accumulation_steps=result["accumulation_steps"],
+            max_length=result["text_tokens"],
+            max_target_length=result["summary_tokens"],
+        )
+    return Fleet(MACHINES[result["machine"]], result["machines"], run)
 
 
 def _costs(records: list[Record]) -> Iterator[Row]:
@@ -174,9 +165,14 @@ def _costs(records: list[Record]) -> Iterator[Row]:
         notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
         source = [result["figures"], *notes, f"rows and tokens: {result['settings_source']}"]
         usd_per_hour = result["usd_per_hour"] * result["machines"]
-        yield {**result, "fleet": _as_published(result), "figures": "; ".join(source), "usd_per_hour": usd_per_hour}
-    for settings, fleet_of in (("published", _as_published), ("our", _as_ours)):
-        fleets = [fleet_of(result) for result in results]  # the one machine of four GPUs comes first
+        yield {
+            **result,
+            "fleet": _fleet(result, "published"),
+            "figures": "; ".join(source),
+            "usd_per_hour": usd_per_hour,
+        }
+    for settings in ("published", "our"):
+        fleets = [_fleet(result, settings) for result in results]  # the one machine of four GPUs comes first
         for fleet in fleets:
             for cluster in fleet.clusters:
                 plan = fleet.plan(cluster, records)
@@ -200,8 +196,8 @@ def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
 
 
 def _rows_per_step(row: Row) -> int:
-    fleet = row["fleet"]
-    return fleet.batch.rows * fleet.run.gradient_accumulation_steps * fleet.machine.gpus * fleet.count
+    fleet, run = row["fleet"], row["fleet"].run
+    return run.per_device_train_batch_size * run.gradient_accumulation_steps * fleet.machine.gpus * fleet.count
 
 
 def _gpus(machine: Machine) -> str:
@@ -216,7 +212,8 @@ def _way(row: Row) -> str:
 
 def _machines(records: list[Record]) -> Iterator[Row]:
     """Yield what the projections take from the catalogue."""
-    for fleet in map(_as_ours, published(metric="bill_usd")):
+    for result in published(metric="bill_usd"):
+        fleet = _fleet(result, "our")
         sources = fleet.plan(fleet.clusters[0], records).speed_sources
         yield {"machine": fleet.machine, "speed": "; ".join([*sources, evidence(find_gpu(fleet.machine.gpu))])}
 
@@ -287,7 +284,7 @@ TABLES = {
             Column("Rows per step", _rows_per_step),
             Column(
                 "Text and summary (tokens)",
-                lambda row: f"{row['fleet'].batch.length:,} and {row['fleet'].batch.target_length:,}",
+                lambda row: f"{row['fleet'].run.max_length:,} and {row['fleet'].run.max_target_length:,}",
             ),
             Column("Network", "plan.cluster.slowest_link.name"),
             Column(

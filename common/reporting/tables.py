@@ -7,12 +7,11 @@ from pathlib import Path
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import Record
-from common.reporting import benchmark, chats, findings, full, memory, outcomes, own_data, publications, qlora
+from common.reporting import benchmark, chats, findings, full, outcomes, own_data, publications, qlora
 from common.reporting.chats import planner_says, side_by_side
 from common.reporting.columns import Table
-from common.reporting.markdown import WIDEST, as_list, as_markdown
+from common.reporting.layout import WIDEST, as_list, as_markdown, on_screen
 from common.reporting.rows import NOT_RUN, own_tables
-from common.reporting.screen import on_screen
 
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
@@ -42,24 +41,19 @@ weights that a step changes: the other updates are too small for the precision, 
 More words: docs/glossary.md; details: the folders' readmes."""
 
 OWN_TABLES = [own_tables(task) for task in TASKS.values() if task.has_own_tables]
-MODULES = (benchmark, chats, full, qlora, *OWN_TABLES, findings, publications, memory, own_data, outcomes)
+MODULES = (benchmark, chats, full, qlora, *OWN_TABLES, findings, publications, own_data, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
-
-
-def _as_block(text: str) -> str:
-    lines = text.strip("\n")
-    return f"```text\n{lines}\n```\n"
 
 
 def _demo(records: list[Record]) -> str:
     """Return what `make demo` prints at its end, of the kept records of its runs; shortened."""
     runs = {(record["run_folder"], record["run_name"]): record for record in records}
     shown = side_by_side([runs[name] for name in DEMO_RUNS if name in runs])
-    return _as_block(on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST))
+    return on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST)
 
 
 BLOCKS: dict[str, Callable[[list[Record]], str]] = {
-    "planner-answer": lambda _: _as_block(planner_says(PLANNER_QUESTION)),
+    "planner-answer": lambda _: planner_says(PLANNER_QUESTION),
     "demo": _demo,
 }
 """What is no table, but printed."""
@@ -68,7 +62,8 @@ BLOCKS: dict[str, Callable[[list[Record]], str]] = {
 def rendered(name: str, records: list[Record]) -> str:
     """Return a table as Markdown, or what a command prints."""
     if name in BLOCKS:
-        return BLOCKS[name](records)
+        lines = BLOCKS[name](records).strip("\n")
+        return f"```text\n{lines}\n```\n"
     table = TABLES[name]
     cells = table(records)
     if cells.empty:

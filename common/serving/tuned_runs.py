@@ -20,7 +20,7 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.planning.architectures import is_hub_id, read_config
 from common.planning.device_maps import whole_model_on
-from common.records.store import RECORD_NAME, Record, load_whole_record
+from common.records.store import RECORD_NAME, Record, load_record
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         BadInputError: there is no such run, or several, or it did not end well, or it does not chat.
     """
     folder = _find_folder(name)
-    record = load_whole_record(folder / RECORD_NAME)
+    record = load_record(folder / RECORD_NAME, whole=True)
     if record["status"] != "completed":
         raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
     try:

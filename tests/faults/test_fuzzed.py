@@ -37,7 +37,7 @@ from common.checks.planner_command import main as planner
 from common.checks.preview import main as preview
 from common.models.loading import ASSETS, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
-from common.records.store import kept_files, load_whole_record
+from common.records.store import kept_files, load_record
 from common.reporting.compare import main as compare
 from common.reporting.page import page_and_details
 from common.serving.chat import main as chat
@@ -359,7 +359,7 @@ def odd_models(random: Random, folder: Path) -> Work:
 def tuned_run() -> Path:
     """The results folder of a run that has ended well."""
     folder = Path(tempfile.mkdtemp()) / "tuned"
-    record = load_whole_record(next(file for file in kept_files() if "2.1_" in str(file)))
+    record = load_record(next(file for file in kept_files() if "2.1_" in str(file)), whole=True)
     run = RunConfig.of_record(record["config"])
     base = load_base_model(run, {"": "cpu"})
     base.save_pretrained(folder / "merged")
@@ -422,7 +422,7 @@ def odd_records(random: Random, folder: Path) -> Work:
     def work() -> None:
         said = said_of(lambda: command(compare, path.parent, other, "--picture", folder / "compare.png"))
         assert FAULT not in said
-        page_and_details([load_whole_record(path)], [load_whole_record(path)])
+        page_and_details([load_record(path, whole=True)], [load_record(path, whole=True)])
         command(chat, path.parent, "Who?")
 
     return work

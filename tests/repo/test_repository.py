@@ -14,7 +14,7 @@ import pytest
 
 from common.base.paths import REPOSITORY
 from common.records.store import KEPT, STUDY, kept_records
-from common.reporting.markdown import WIDEST
+from common.reporting.layout import WIDEST
 from common.reporting.tables import readmes, with_tables
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")

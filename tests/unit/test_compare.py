@@ -13,9 +13,9 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
+from common.reporting.layout import fitted
 from common.reporting.plots import plot_curves
 from common.reporting.rows import called
-from common.reporting.screen import fitted
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
 CLASSES = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2" / "records"
@@ -171,7 +171,7 @@ def test_results_hide_failed_runs_unless_they_are_asked_for(
         return capsys.readouterr().out
 
     assert "1 runs that did not complete are hidden" in said()
-    assert ["broken" in said(*words) for words in ((), ("--failed",), ("broken",))] == [False, True, True]
+    assert ["broken" in said(*words) for words in ((), ("*",), ("broken",))] == [False, True, True]
     assert "off" not in said("python-*").split("similarity score:")[0]
     assert "learning rate" not in said("off")
     lines = {line.partition("  ")[0]: line for line in said().splitlines()}

@@ -23,7 +23,6 @@ from common.records.store import (
     kept_files,
     kept_records,
     load_record,
-    load_whole_record,
     records_in,
 )
 from common.reporting import compare, page, page_runs
@@ -120,7 +119,7 @@ def test_a_completed_run_without_a_figure_is_left_out_and_a_failed_one_is_not(re
     file = results / "a" / RECORD_NAME
     file.write_text(json.dumps(record))
     with pytest.raises(BadInputError, match="similarity_score") as refused:
-        load_whole_record(file)
+        load_record(file, whole=True)
     assert [name in str(refused.value) for name in ("tokens_per_s", "config.devices")] == [True, True]
     file.write_text(json.dumps(record | {"status": "oom"}))
     assert len(results_of_this_machine(results)) == 2
@@ -193,7 +192,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
 
 def check_each_value(file: Path, folder: Path, bad_values: tuple[object, ...], tables: list[str], every: int) -> int:
     """Read a record with each of its values made bad in turn; return how many of them were taken."""
-    record, beside = json.loads(file.read_text(encoding="utf-8")), [load_whole_record(file)]
+    record, beside = json.loads(file.read_text(encoding="utf-8")), [load_record(file, whole=True)]
     made = [(place, value) for place in places(record) for value in bad_values]
     taken = 0
     for place, value in made[::every]:

@@ -1,6 +1,6 @@
 """Plans beside what was measured, by phase, from kept records."""
 
-from common.reporting.memory import TABLES, compared_by_phase
+from common.reporting.benchmark import TABLES, compared_by_phase
 
 
 def record(name: str, planned: dict[str, float], measured: dict[str, float]) -> dict:

@@ -1,18 +1,25 @@
-"""Tables as Markdown that fits a page: what all rows of a part share is said once, above the part."""
+"""Tables as text: Markdown that fits a page, where what all rows share is said once above them, and on a screen."""
 
 import re
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from functools import partial
 from textwrap import fill
+from typing import Any
 
 import pandas as pd
+from tabulate import tabulate
 
-from common.base.inert import markdown_cell
+from common.base.inert import markdown_cell, printable
 
 WIDEST = 120
 """Characters of a line."""
 NUMBER = "No."
 NOTHING = ("", "not run", "not published", "no GPU")
+CELL_COLUMNS = 42
+"""Widest cell; longer ones are wrapped."""
+BETWEEN = 2
+"""Blanks between two columns of a `simple` table, and after each header."""
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -23,11 +30,13 @@ def as_markdown(table: pd.DataFrame, shared: Sequence[str] = ()) -> str:
     """
     if not shared:
         return _fitted(table)
-    columns = list(shared)
-    return "\n".join(
-        f"{_caption(values)}\n\n{as_markdown(_with_entries(part.drop(columns=columns)))}"
-        for values, part in table.groupby(columns, sort=False)
-    )
+    parts = []
+    for values, part in table.groupby(list(shared), sort=False):
+        first, *others = filter(None, values)
+        entries = part.drop(columns=list(shared))
+        caption = _wrapped("; ".join([f"**{first}**", *others]))
+        parts.append(f"{caption}\n\n{as_markdown(entries.loc[:, (entries != '').any()])}")
+    return "\n".join(parts)
 
 
 def _fitted(table: pd.DataFrame) -> str:
@@ -101,14 +110,48 @@ def as_list(table: pd.DataFrame, form: str) -> str:
     return "".join(f"{_wrapped(form.format_map(row), '  ')}\n" for row in table.to_dict("records"))
 
 
-def _caption(values: Sequence[str]) -> str:
-    first, *others = filter(None, values)
-    return _wrapped("; ".join([f"**{first}**", *others]))
-
-
-def _with_entries(table: pd.DataFrame) -> pd.DataFrame:
-    return table.loc[:, [any(table[column] != "") for column in table]]
-
-
 def _wrapped(text: str, indent: str = "") -> str:
     return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+# -- on a screen
+
+
+def screen_width(most: int = 120) -> int:
+    """Return the columns of the terminal, at most so many; where output goes elsewhere, `most`."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
+def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Return a table of at most `width` columns of text (the screen's, if none are given).
+
+    What does not fit stands in further tables below, each with the first column.
+    """
+    width = width or screen_width()
+    cells = [[printable(str(cell)) for cell in row] for row in (headers, *rows)]
+    most = min(CELL_COLUMNS, width // 2 - BETWEEN)  # so that two columns always fit
+    widths = [min(most, max(map(len, column))) for column in zip(*cells, strict=True)]
+    taken_by = [max(own, min(own, len(header)) + BETWEEN) for own, header in zip(widths, cells[0], strict=True)]
+    groups: list[list[int]] = []
+    for column, own in enumerate(taken_by[1:], 1):
+        taken = taken_by[0] + sum(BETWEEN + taken_by[each] for each in groups[-1]) if groups else width
+        if taken + BETWEEN + own > width:
+            groups.append([])
+        groups[-1].append(column)
+    return "\n\n".join(_table(cells, [0, *group], widths) for group in groups)
+
+
+def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
+    """Return a table with its index as the first column, as `fitted` prints it."""
+    return fitted(["", *table.columns], list(table.reset_index().itertuples(index=False)), width)
+
+
+def _table(cells: list[list[str]], columns: list[int], widths: list[int]) -> str:
+    wrapped = [[fill(row[column], widths[column]) for column in columns] for row in cells]
+    return tabulate(wrapped[1:], wrapped[0], tablefmt="simple", disable_numparse=True)
+
+
+def brief(table: Callable[[Any], pd.DataFrame], records: object, empty: str) -> str:
+    """Return a table of some records for a terminal; `empty` where it has no row."""
+    cells = table(records)
+    return empty if cells.empty else fitted(list(cells.columns), cells.to_numpy().tolist())
