@@ -74,11 +74,6 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
 
 
-def outside_gib(memory: DeviceMemory) -> float:
-    """Return what `nvidia-smi` shows beside the memory that PyTorch's allocator has reserved."""
-    return sum(term.gib for term in memory.terms if term.part == "overhead" and term.what in (CONTEXT, RANKS))
-
-
 def blocks_apart(memory: DeviceMemory) -> float:
     """Return the bytes of blocks beyond what is allocated at the highest moment."""
     return max(0.0, memory.blocks - size_of(memory.terms))

@@ -52,16 +52,6 @@ class Phase:
     alive: str
     memory: DeviceMemory
 
-    @property
-    def peak_gib(self) -> float:
-        """What the device is likely to need."""
-        return self.memory.peak_gib
-
-    @property
-    def safe_gib(self) -> float:
-        """What is enough, as far as published peaks show."""
-        return self.memory.safe_gib
-
 
 def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
     """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
@@ -151,7 +141,7 @@ class _PhaseSums:
 
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, or copied to the host, tensor by tensor."""
-        moment = ("a checkpoint is written", self._trained.between_steps())
+        moment = ("a checkpoint is written", self._trained.between_steps)
         return self._phase("saving", "trained model, optimizer", moment, attends=False)
 
     def merging(self) -> Phase:
@@ -171,7 +161,7 @@ class _PhaseSums:
         moments = [
             (TOWER_FORWARD, [*kept, *self._looking(rows)]),
             ("forward of a layer", [*kept, *gathered[0], *passing, *self._pictures(rows)]),
-            ("a weight is gathered and saved", [*self._trained.between_steps(), *self._gathered_to_save()]),
+            ("a weight is gathered and saved", [*self._trained.between_steps, *self._gathered_to_save()]),
             ("what was saved is loaded", self._reloaded()),
         ]
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
@@ -318,7 +308,7 @@ class _PhaseSums:
         """
         sums = self._trained
         if not self.job.parallelism.pipelines:
-            return sums.between_steps()
+            return sums.between_steps
         size, but_the_last = tokens * self.architecture.hidden * sums.hidden_bytes, 1 - 1 / self.job.micro_batches
         return where(
             (True, sums.weights() + sums.optimizer_states()),

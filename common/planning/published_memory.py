@@ -17,7 +17,7 @@ from typing import Any, Literal
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu, find_gpu
 from common.planning.architectures import LARGEST_SIZE, Architecture, read_architecture
-from common.planning.gpu_overhead import memory_with_overhead, outside_gib
+from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory
 from common.planning.shares import whole_model
@@ -84,8 +84,8 @@ class Point:
         """Return what a kind of figure is likely to be, in GiB."""
         if kind == "allocated":
             return self.planned.allocated_gib
-        not_reserved = outside_gib(self.planned) if kind == "reserved" else 0.0
-        return self.planned.peak_gib - not_reserved
+        outside = (CONTEXT, RANKS) if kind == "reserved" else ()  # `nvidia-smi` shows it beside what is reserved
+        return self.planned.peak_gib - sum(term.gib for term in self.planned.terms if term.what in outside)
 
     def error(self, kind: Kind) -> float:
         """Return planned over published memory, less one: above zero too much was planned."""
@@ -104,43 +104,34 @@ class Point:
 
 def sources() -> dict[str, Source]:
     """Return who published points, by name."""
-    of_file = {
-        name: Source(source["title"], source["where"], source["held_out"])
-        for name, source in _memory()["sources"].items()
+    of_t4 = Source("fitcheck, LoRA and QLoRA on a T4", _read(PEAKS_PATH)["source"], held_out=False)
+    of_others = _read(MEMORY_PATH)["sources"].items()
+    return {T4_SOURCE: of_t4} | {
+        name: Source(source["title"], source["where"], source["held_out"]) for name, source in of_others
     }
-    peaks = _peaks()
-    return {T4_SOURCE: Source("fitcheck, LoRA and QLoRA on a T4", peaks["source"], held_out=False), **of_file}
 
 
 @cache
 def points() -> tuple[Point, ...]:
     """Return all points that can be planned, those of runs that ran out of memory included."""
-    architectures = architectures_of(_memory()["models"])
-    others = (_point(row, architectures[row["model"]]) for row in _memory()["points"])
-    return (*t4_points(), *others)
-
-
-@cache
-def t4_points() -> tuple[Point, ...]:
-    """Return those of a T4."""
-    peaks, gpu = _peaks(), find_gpu("t4")
-    architectures = architectures_of(peaks["models"])
-    return tuple(
+    architectures = architectures_of(_read(MEMORY_PATH)["models"] | _read(PEAKS_PATH)["models"])
+    of_t4 = (
         Point(
             T4_SOURCE,
-            " ".join((row["quantization"], row["attention"])),
+            f"{row['quantization']} {row['attention']}",
             architectures[row["model"]],
             t4_job(row),
-            gpu,
+            find_gpu("t4"),
             {"allocated": row["peak_allocated_gib"], "reserved": row["peak_reserved_gib"]},
         )
-        for row in peaks["peaks"]
+        for row in _read(PEAKS_PATH)["peaks"]
     )
+    return (*of_t4, *(_point(row, architectures[row["model"]]) for row in _read(MEMORY_PATH)["points"]))
 
 
 def excluded() -> list[dict[str, Any]]:
     """Return the published points that are not planned: reason, number of points, and two examples of each."""
-    return _memory()["excluded"]
+    return _read(MEMORY_PATH)["excluded"]
 
 
 def architectures_of(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
@@ -195,13 +186,8 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
 
 
 @cache
-def _memory() -> dict[str, Any]:
-    return json.loads(MEMORY_PATH.read_text(encoding="utf-8"))
-
-
-@cache
-def _peaks() -> dict[str, Any]:
-    return json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # -- how far plans are from what was published
