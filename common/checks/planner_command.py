@@ -53,7 +53,7 @@ from common.planning.time_plan import (
     MEASURED,
     Cluster,
     calibration_from,
-    faster_from_gbit,
+    fast_enough_from_gbit,
     parse_link,
 )
 from common.records.store import kept_records
@@ -459,8 +459,8 @@ def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[
     sharing = job.parallel if len(gpus) > 1 else "single"
     own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
-    rows_per_s = own.batch.rows * own.data_parallel_ranks / alone.time.total_s
-    gbit = faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration)
+    most_s = plan.rows_per_step / (alone.rows_per_step / alone.time.total_s)
+    gbit = fast_enough_from_gbit(plan.architecture, job, cluster, most_s, calibration)
     figures = {"fits": alone.may_fit, "tokens_per_s": alone.tokens_per_s, "more_pay_from_gbit_per_s": gbit}
     if not alone.may_fit:
         return f"{plan.name}: one machine alone cannot hold it", figures

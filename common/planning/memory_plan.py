@@ -38,7 +38,6 @@ from common.planning.shares import (
     small_adapter_weights,
     tower_parameters,
     trained_of_layer,
-    trained_of_tower,
     trained_parameters,
     trained_weight_bytes,
     trains_head,
@@ -159,7 +158,7 @@ class DeviceSums:
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
         self.saved_of_layer = cache(self.layer.saved)
         self.parameters = parameters_of(architecture, share)
-        self.trained_of_tower = trained_of_tower(architecture, job, share)
+        self.trained_of_tower = tower_parameters(architecture, share) * job.trains_tower
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.stacks = [
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
@@ -279,7 +278,8 @@ class DeviceSums:
             **self.encoder_backward_moments(),
             "backward of the first layer": [
                 *self._gradients_of_layers(),
-                *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(True)),
+                *self.layers_saved(one_left=not self.keeps_inputs),
+                *where((self.keeps_inputs, times_each(self.layers_saved(), 1, "gradients: "))),
                 *self.embeddings_saved(self.stacks[:1]),
                 *self.ends_waiting,
                 *self.held_by_schedule(),
@@ -525,10 +525,6 @@ class DeviceSums:
                 times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x "),
             ),
         )
-
-    def inputs_and_gradients(self) -> list[Term]:
-        """Return all layers' inputs, and gradients of these."""
-        return [*self.layers_saved(), *times_each(self.layers_saved(), 1, "gradients: ")]
 
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []

@@ -131,7 +131,7 @@ class Plan:
     def higher_phase(self) -> str:
         """Which phase takes more than training, and how much; empty = none does."""
         highest = max(self._each_phase(), key=lambda each: each.phase.memory.peak_gib).phase
-        return "" if highest.name == TRAINING else f"{highest.name} takes {highest.peak_gib:.1f} GiB"
+        return "" if highest.name == TRAINING else f"{highest.name} takes {highest.memory.peak_gib:.1f} GiB"
 
     @property
     def fits(self) -> bool:
