@@ -296,7 +296,6 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
         beams=RunConfig.num_beams if summarizes else 1,
         judged=is_judged,
-        sequences_per_row=task_of(options).sequences_per_row,
         has_independent_judge=is_judged,
     )
 

@@ -138,7 +138,7 @@ class Architecture:
     @property
     def family(self) -> "Family":
         """What it shares with all models of its type."""
-        return (FAMILIES | TOWERS)[self.model_type]
+        return FAMILIES.get(self.model_type) or TOWERS[self.model_type]
 
     @property
     def head_parameters(self) -> int:

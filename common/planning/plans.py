@@ -290,11 +290,6 @@ class Plan:
         offloaded = ", offloaded" if self.job.offload else ""
         return f"{self.job.method.label}, {self.job.sharing}{checkpointed}{offloaded}"
 
-    @property
-    def short_name(self) -> str:
-        """The same for columns of tables: `full, fsdp, checkpointed`."""
-        return self.name.replace(self.job.method.label, self.job.method.short, 1)
-
 
 # -- plans
 
@@ -641,7 +636,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     for plan in plans:
         (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
-            plan.short_name,
+            plan.name.replace(plan.job.method.label, plan.job.method.short, 1),
             plan.verdict,
             f"{phase.memory.peak_gib:.1f} to {phase.memory.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             *[f"{plan.training_peak_gib:.1f}"] * differ,
@@ -679,6 +674,12 @@ def explanation(plan: Plan) -> str:
     device, gpu, highest = plan.highest
     training = next(phase for phase in plan.phases[device] if phase.name == TRAINING)
     higher = [] if highest is training else [f"{highest.name}, which takes most:", *_unfolded(highest, gpu, plan)]
+    of_phases = [
+        [phase.name, phase.alive, phase.memory.moment, *(f"{gib:.1f}" for gib in
+         (phase.memory.allocated_gib, phase.memory.peak_gib, phase.memory.safe_gib))]
+        for phase in plan.phases[device]
+    ]  # fmt: skip
+    headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
     on_host = [
         [phase, term.what, term.formula, f"{term.gib:.1f}"]
         for phase, terms in plan.host_moments.items()
@@ -687,7 +688,7 @@ def explanation(plan: Plan) -> str:
     on_host.append(["at most", "", "beside what programs take", f"{plan.host_gib:.1f}"])
     return "\n".join([
         f"{plan.name}: device {device} of {len(plan.devices)}, {gpu.name}",
-        _phase_table(plan.phases[device]),
+        _outlined(of_phases, headers, text_columns=3),
         "",
         "training: VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
         *_unfolded(training, gpu, plan),
@@ -706,16 +707,6 @@ def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:
     """Return a phase's terms, and what their letters stand for."""
     letters = _letters(plan) if phase.name == TRAINING else _letters_of_evaluation(plan)
     return [f"its highest moment: {phase.memory.moment}", _term_table(phase.memory, gpu), letters]
-
-
-def _phase_table(phases: Sequence[Phase]) -> str:
-    figures = [(each.memory.allocated_gib, each.memory.peak_gib, each.memory.safe_gib) for each in phases]
-    rows = [
-        [phase.name, phase.alive, phase.memory.moment, *(f"{gib:.1f}" for gib in its)]
-        for phase, its in zip(phases, figures, strict=True)
-    ]
-    headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
-    return _outlined(rows, headers, text_columns=3)
 
 
 def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:

@@ -18,7 +18,6 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.is_judged,
         has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
-        sequences_per_row=run.goal.sequences_per_row,
         validation_rows=max(0, run.validation_rows),
         test_rows=max(0, run.test_rows),
     )
