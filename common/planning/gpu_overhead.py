@@ -87,12 +87,12 @@ def passing_bytes(memory: DeviceMemory) -> float:
 def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
     """Return the memory with the device's own needs, the likely ones and their spread."""
     overhead = overhead_terms(architecture, job, gpu, memory)
+    terms = (*memory.terms, *overhead)
     if gpu.name == CPU_DEVICE:
-        return replace(memory, terms=(*memory.terms, *overhead))
+        return DeviceMemory(memory.moment, terms, memory.blocks)
     given_back = blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
-    spread = given_back + share * passing_bytes(memory)
-    return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
+    return DeviceMemory(memory.moment, terms, memory.blocks, given_back + share * passing_bytes(memory))
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:

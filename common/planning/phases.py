@@ -154,10 +154,8 @@ class _PhaseSums:
         if len(architecture.stacks) == 1:
             longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
             target_length = length = min(length, longest)
-        rows = (
-            self._filled_up(min(shape.validated, max(1, at_once // target_length)))
-            * self.job.batch.goal.sequences_per_row
-        )
+        rows = self._filled_up(min(shape.validated, max(1, at_once // target_length)))
+        rows *= self.job.batch.goal.sequences_per_row
         kept = self._kept_beside(rows * length)
         passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
