@@ -110,7 +110,7 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
 def memory_by_phase(plan: Plan) -> pd.DataFrame:
     """Return the fullest device's memory in each phase of a run: the models that are in it, and likely and safe GiB."""
     phases = plan.phases[plan.highest.device]
-    rows = [(each.name, each.alive, each.memory.moment, each.peak_gib, each.safe_gib) for each in phases]
+    rows = [(each.name, each.alive, each.memory.moment, each.memory.peak_gib, each.memory.safe_gib) for each in phases]
     columns = ["phase", "models in memory", "highest moment", "likely GiB", "safe GiB"]
     return pd.DataFrame(rows, columns=columns).set_index("phase")
 

@@ -201,28 +201,16 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs["attention_mask"][0, -1] = int(not batch.padded)
     if batch.tiles:
-        inputs |= picture_inputs(batch, model.config)
-        ids[:, : batch.tiles * tokens_of_tile(model.config)] = model.config.image_token_id
+        vision = model.config.vision_config
+        size = (batch.rows, batch.tiles, vision.image_size, vision.image_size)
+        inputs["pixel_values"] = torch.ones((*size[:2], vision.num_channels, *size[2:]))
+        inputs["pixel_attention_mask"] = torch.ones(size, dtype=torch.long)  # all pixels count
+        tokens = (vision.image_size // vision.patch_size) ** 2 // model.config.scale_factor**2  # of a tile
+        ids[:, : batch.tiles * tokens] = model.config.image_token_id
     if not batch.goal.compares:
         return tell_of_answers(inputs, model)
     known = {} if isinstance(model, PeftModel) else dict.fromkeys(REFERENCES, torch.zeros(batch.rows))
     return {**inputs, "completion_mask": (inputs.pop("labels") == 0).long(), "pairs": batch.rows, **known}
-
-
-def picture_inputs(batch: BatchShape, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """Return white tiles, of shape (rows, tiles, channels, height, width), and the pixels that count: all."""
-    vision = config.vision_config
-    size = (vision.image_size, vision.image_size)
-    return {
-        "pixel_values": torch.ones((batch.rows, batch.tiles, vision.num_channels, *size)),
-        "pixel_attention_mask": torch.ones((batch.rows, batch.tiles, *size), dtype=torch.long),
-    }
-
-
-def tokens_of_tile(config: PretrainedConfig) -> int:
-    """Return how many tokens of a decoder stand for a square of a picture."""
-    vision = config.vision_config
-    return (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
 
 
 def tracked_step(

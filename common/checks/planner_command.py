@@ -49,12 +49,11 @@ from common.planning.plans import (
     usual_precision,
 )
 from common.planning.published_rates import evidence
-from common.planning.run_jobs import with_head_for
 from common.planning.time_plan import (
     MEASURED,
     Cluster,
     calibration_from,
-    faster_from_gbit,
+    fast_enough_from_gbit,
     parse_link,
 )
 from common.records.store import kept_records
@@ -297,7 +296,6 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
         beams=RunConfig.num_beams if summarizes else 1,
         judged=is_judged,
-        sequences_per_row=task_of(options).sequences_per_row,
         has_independent_judge=is_judged,
     )
 
@@ -310,12 +308,14 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
     tower_tokens = best.architecture.tower.tokens if best.architecture.tower else 0
     pictures = f", of which a picture in {job.batch.tiles} squares takes {job.batch.tiles * tower_tokens:,}"
+    speeds = zip(dict.fromkeys(best.cluster.gpus), best.speed_sources, strict=True)
     said = [
         f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
         f"{job.optimizer}, {job.attention} attention, "
         f"{job.kernels} kernels"
         + (f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""),
-        *_speeds_of(plans),
+        *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
+        *(f"{gpu.name}: {evidence(gpu)}" for gpu, source in speeds if MEASURED not in source),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
         f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
         "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
@@ -345,14 +345,6 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         elif gpu.usd_per_hour:
             said.append(f"{gpu.name}: {gpu.usd_per_hour} USD per hour, read {gpu.price_date} ({gpu.price_source})")
     return said
-
-
-def _speeds_of(plans: Sequence[Plan]) -> list[str]:
-    """Return how fast each GPU is taken to be, and what that rests on."""
-    sources = dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources)
-    gpus_and_sources = zip(dict.fromkeys(plans[0].cluster.gpus), plans[0].speed_sources, strict=True)
-    modelled = [gpu for gpu, source in gpus_and_sources if MEASURED not in source]
-    return [*sources, *(f"{gpu.name}: {evidence(gpu)}" for gpu in modelled)]
 
 
 def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
@@ -396,7 +388,7 @@ def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
     try:
-        architecture = with_head_for(read_architecture(options.model, options.model_revision), options.classes)
+        architecture = read_architecture(options.model, options.model_revision, options.classes)
     except UnknownArchitectureError as unknown:
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
@@ -466,8 +458,8 @@ def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[
     sharing = job.parallel if len(gpus) > 1 else "single"
     own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
-    rows_per_s = own.batch.rows * own.data_parallel_ranks / alone.time.total_s
-    gbit = faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration)
+    most_s = plan.rows_per_step / (alone.rows_per_step / alone.time.total_s)
+    gbit = fast_enough_from_gbit(plan.architecture, job, cluster, most_s, calibration)
     figures = {"fits": alone.may_fit, "tokens_per_s": alone.tokens_per_s, "more_pay_from_gbit_per_s": gbit}
     if not alone.may_fit:
         return f"{plan.name}: one machine alone cannot hold it", figures

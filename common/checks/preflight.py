@@ -226,7 +226,7 @@ def _planned_peak(plan: Plan | None, name: str) -> str:
         (phase, gpu) for of_device, gpu in zip(plan.phases, plan.cluster.gpus, strict=True) for phase in of_device
     ]
     peaks = [
-        phase.peak_gib if gpu.name == CPU_DEVICE else phase.memory.allocated_gib
+        phase.memory.peak_gib if gpu.name == CPU_DEVICE else phase.memory.allocated_gib
         for phase, gpu in phases
         if phase.name == name
     ]

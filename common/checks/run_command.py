@@ -43,11 +43,11 @@ def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[
     best = plans[0]
     if not best.may_fit:
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
-    phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
+    memory, gpu, usd = best.highest.phase.memory, best.highest.gpu, best.epoch_usd(rows_per_epoch)
     price = "" if usd is None else f" and {usd:,.2f} USD"
     host = f"{best.host_gib:,.0f} GiB of each machine's own memory, " if best.host_gib >= 1 else ""
     return (
-        f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} (safe: {phase.safe_gib:.1f}) of "
+        f"Recommended: {best.name}, {best.job.precision}: {memory.peak_gib:.1f} (safe: {memory.safe_gib:.1f}) of "
         f"{gpu.memory_gib:.1f} GiB, {host}{best.tokens_per_s:,.0f} tokens per s, "
         f"{best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} per epoch of {rows_per_epoch:,} rows.",
         f"Run: {_first_command(plans, command_of)}",

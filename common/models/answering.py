@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, weight_dtype
 from common.models.stages import Sharing, load_stage
-from common.planning.architectures import UnknownArchitectureError
+from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
-from common.planning.run_jobs import answering_architecture
 from common.planning.shares import stages_of
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import Rank
@@ -44,7 +43,7 @@ def answering_run(run: RunConfig) -> RunConfig:
 def answering_stages(run: RunConfig) -> int:
     """Return how many ranks share a model that answers; 1 = each has it whole, also one whose layers are not known."""
     try:
-        return stages_of(answering_architecture(run), run)
+        return stages_of(read_architecture(run.model, run.model_revision), run)
     except UnknownArchitectureError:
         return 1
 
@@ -67,7 +66,7 @@ def load_answering(
     if stages == 1:
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)
     sharing = Sharing(rank.rank % stages, stages, rank.rank // stages, rank.world_size // stages)
-    architecture = answering_architecture(run)
+    architecture = read_architecture(run.model, run.model_revision, int(run.goal.classifies))
     stage_map = device_map_of(architecture, answering_shares(architecture, stages), range(stages))
     model = load_stage(run, stage_map, sharing.stage, rank.device, source, quantized)
     group = _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None

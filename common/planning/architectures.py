@@ -138,7 +138,7 @@ class Architecture:
     @property
     def family(self) -> "Family":
         """What it shares with all models of its type."""
-        return (FAMILIES | TOWERS)[self.model_type]
+        return FAMILIES.get(self.model_type) or TOWERS[self.model_type]
 
     @property
     def head_parameters(self) -> int:
@@ -187,14 +187,9 @@ class Tower:
     connector: Linear
 
     @property
-    def patches(self) -> int:
-        """Of a square."""
-        return self.encoder.max_length
-
-    @property
     def tokens(self) -> int:
         """Of a square, as the decoder reads it."""
-        return self.patches * self.encoder.hidden // self.connector.inputs
+        return self.encoder.max_length * self.encoder.hidden // self.connector.inputs
 
     def by_part(self) -> dict[str, int]:
         """Return the parameters of encoder and connector."""
@@ -302,11 +297,12 @@ def _cached_configs(model: str) -> list[Path]:
     return sorted(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*/config.json"))
 
 
-def read_architecture(model: str, revision: str = "") -> Architecture:
-    """Return the architecture of `model`, as `find_config` finds it.
+def read_architecture(model: str, revision: str = "", classes: int = 0) -> Architecture:
+    """Return the architecture of `model`, as `find_config` finds it; with `classes` with a classifier's head.
 
     Raises:
-        BadInputError: There is no such config, it lacks a key, or its weights are stored quantized.
+        BadInputError: There is no such config, it lacks a key, its weights are stored quantized, or it is no encoder
+            and cannot classify.
         UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
@@ -330,11 +326,12 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
     if path.parent.parent.name == "snapshots":  # of the Hub's cache, whose folders are called by commits
         name = model.rpartition("/")[2]
     try:
-        return FAMILIES[kind].read(name, config)
+        architecture = FAMILIES[kind].read(name, config)
     except KeyError as missing:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+    return as_classifier(architecture, classes) if classes else architecture
 
 
 def read_config(path: Path, model: str) -> dict[str, Any]:
@@ -413,13 +410,12 @@ def usual_tiles(model: str, revision: str = "") -> int:
     Where there is none, as many as with the published models of Idefics3's kind: `SPLIT` times `SPLIT`, and the whole.
     """
     folder = find_config(model, revision).parent
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        if (folder / name).is_file():
-            settings = json.loads((folder / name).read_text(encoding="utf-8"))
-            settings = settings.get("image_processor", settings)
-            break
-    else:
+    files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
         return SPLIT**2 + 1
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = settings.get("image_processor", settings)
     if not settings.get("do_image_splitting", True):
         return 1
     side = -(-settings["size"]["longest_edge"] // settings["max_image_size"]["longest_edge"])

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +24,7 @@ from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job
 from common.planning.searches import largest
-from common.planning.shares import Share, parameters_of, whole_model
+from common.planning.shares import Share, parameters_of
 
 Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
@@ -68,18 +68,14 @@ def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ..
 
     Embeddings are on the first, the head is on the last; there are no more stages than layers.
     """
-    first, last = (
-        replace(whole_model(architecture), layers=(0,), **{end: False}) for end in ("has_head", "has_embeddings")
-    )
     ends = [0] * stages
-    ends[0] += parameters_of(architecture, first)
-    ends[-1] += parameters_of(architecture, last)
+    ends[0] += parameters_of(architecture, Share((0,), has_head=False))
+    ends[-1] += parameters_of(architecture, Share((0,), has_embeddings=False))
     counts = [1] * stages
     for _ in range(architecture.layers - stages):
         held = [end + count * architecture.stacks[0].layer_parameters for end, count in zip(ends, counts, strict=True)]
         counts[held.index(min(held))] += 1
-    numbers = range(stages)
-    return tuple(Share((count,), n == 0, n == stages - 1) for n, count in zip(numbers, counts, strict=True))
+    return tuple(Share((count,), number == 0, number == stages - 1) for number, count in enumerate(counts))
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:

@@ -74,11 +74,6 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
 
 
-def outside_gib(memory: DeviceMemory) -> float:
-    """Return what `nvidia-smi` shows beside the memory that PyTorch's allocator has reserved."""
-    return sum(term.gib for term in memory.terms if term.part == "overhead" and term.what in (CONTEXT, RANKS))
-
-
 def blocks_apart(memory: DeviceMemory) -> float:
     """Return the bytes of blocks beyond what is allocated at the highest moment."""
     return max(0.0, memory.blocks - size_of(memory.terms))
@@ -92,12 +87,12 @@ def passing_bytes(memory: DeviceMemory) -> float:
 def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
     """Return the memory with the device's own needs, the likely ones and their spread."""
     overhead = overhead_terms(architecture, job, gpu, memory)
+    terms = (*memory.terms, *overhead)
     if gpu.name == CPU_DEVICE:
-        return replace(memory, terms=(*memory.terms, *overhead))
+        return DeviceMemory(memory.moment, terms, memory.blocks)
     given_back = blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
-    spread = given_back + share * passing_bytes(memory)
-    return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
+    return DeviceMemory(memory.moment, terms, memory.blocks, given_back + share * passing_bytes(memory))
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:

@@ -6,7 +6,7 @@ from common.planning.job import OPTIMIZER_BYTES, Job
 from common.planning.shares import (
     parameters_of,
     stages_of,
-    trained_of_tower,
+    tower_parameters,
     trained_parameters,
     whole_model,
     widest_matrix,
@@ -117,7 +117,7 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
 def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     """Return the copy of what is written while training goes on: what is trained; none where training waits."""
     _, trained = _counts(architecture, job)
-    of_tower = trained_of_tower(architecture, job, whole_model(architecture))
+    of_tower = tower_parameters(architecture, whole_model(architecture)) * job.trains_tower
     state, tower_state = _state_bytes(job), _state_bytes(job, job.weight_bytes)
     whole = trained * (job.trained_bytes + state) + of_tower * (job.weight_bytes + tower_state)
     if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:

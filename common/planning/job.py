@@ -114,7 +114,6 @@ class EvaluationShape:
 
     Attributes:
         rows: Of a batch, for each rank that takes part: ranks that share a model that answers take theirs together.
-        sequences_per_row: Of a validation row; an answer is generated for each row once.
         validation_rows: Of all ranks; 0 = no fewer than a batch has.
         test_rows: The same of the test.
         length: Tokens of a validation row.
@@ -138,7 +137,6 @@ class EvaluationShape:
     validation_rows: int = 0
     test_rows: int = 0
     compared_length: int = 0
-    sequences_per_row: int = 1
 
     @property
     def validated(self) -> int:

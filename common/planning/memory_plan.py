@@ -38,7 +38,6 @@ from common.planning.shares import (
     small_adapter_weights,
     tower_parameters,
     trained_of_layer,
-    trained_of_tower,
     trained_parameters,
     trained_weight_bytes,
     trains_head,
@@ -157,8 +156,9 @@ class DeviceSums:
         self.is_llama_like = architecture.family.is_llama_like
         self.hidden_bytes = hidden_bytes(architecture, job)
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
+        self.saved_of_layer = cache(self.layer.saved)
         self.parameters = parameters_of(architecture, share)
-        self.trained_of_tower = trained_of_tower(architecture, job, share)
+        self.trained_of_tower = tower_parameters(architecture, share) * job.trains_tower
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.stacks = [
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
@@ -182,8 +182,9 @@ class DeviceSums:
         tokens = self.batch.tokens_in(stack) if stack else self.batch.tokens
         return activations(what, formula, times * tokens * self.architecture.hidden * self.hidden_bytes)
 
+    @cached_property
     def between_steps(self) -> list[Term]:
-        """Return what is there all the time that training takes."""
+        """What is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
 
     def summed(self, tokens: int) -> list[Term]:
@@ -197,7 +198,7 @@ class DeviceSums:
         at_once = FSDP_GATHERED_AT_LOSS if moment in (LOSS_FORWARD, LOSS) else FSDP_GATHERED_LAYERS
         is_later = moment not in (TOWER_FORWARD, LAST_LAYER_FORWARD, LOSS_FORWARD, LOSS, OPTIMIZER_STEP)
         return where(
-            (True, self.between_steps() + self.summed(self.job.batch.tokens)),
+            (True, self.between_steps + self.summed(self.job.batch.tokens)),
             (True, self.tower.inputs() if self.tower else []),
             (moment != OPTIMIZER_STEP, self.gathered(at_once)),  # then what was gathered is gone
             (is_later, self.scattered()),
@@ -227,7 +228,7 @@ class DeviceSums:
         loss = max(size_of(self.loss()), size_of(self.loss_forward()) if self.splits_loss else 0.0)
         left_behind = (layer + loss) * self.batch.padded
         updates = size_of(self.gradients()) + size_of(self.optimizer_step())
-        waiting = [*self.beside("backward of a layer"), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
+        waiting = [*self.beside("backward of a layer"), *self.layers_saved(), *self.ends_saved, *self.ends_waiting]
         return size_of(waiting) + layer + loss + max(updates, left_behind)
 
     def moments(self) -> dict[str, list[Term]]:
@@ -238,7 +239,7 @@ class DeviceSums:
             LAST_LAYER_FORWARD: [
                 *self.gradients_before_backward(),
                 *self.layers_saved(),
-                *self.ends_waiting(),
+                *self.ends_waiting,
                 *self.tower_saved,
                 *(self.tower.result() if self.tower else []),
                 *self.adapter_casts(last),
@@ -253,7 +254,7 @@ class DeviceSums:
 
     def before_backward(self) -> list[Term]:
         """Return what waits when the backward pass begins."""
-        return self.gradients_before_backward() + self.layers_saved() + self.ends_saved() + self.ends_waiting()
+        return self.gradients_before_backward() + self.layers_saved() + self.ends_saved + self.ends_waiting
 
     def backward_moments(self) -> dict[str, list[Term]]:
         """Return the moments from the loss to the embeddings."""
@@ -270,16 +271,17 @@ class DeviceSums:
                 *self.layers_saved(),
                 *self.embeddings_saved(self.stacks),
                 *self.encoders_output(),
-                *self.ends_waiting(),
+                *self.ends_waiting,
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[-1][0]),
             ],
             **self.encoder_backward_moments(),
             "backward of the first layer": [
                 *self._gradients_of_layers(),
-                *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(True)),
+                *self.layers_saved(one_left=not self.keeps_inputs),
+                *where((self.keeps_inputs, times_each(self.layers_saved(), 1, "gradients: "))),
                 *self.embeddings_saved(self.stacks[:1]),
-                *self.ends_waiting(),
+                *self.ends_waiting,
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[0][0]),
             ],
@@ -287,7 +289,7 @@ class DeviceSums:
             "backward of the embeddings": [
                 *self.gradients(),
                 *self._layers_kept(self.share.in_flight - 1, self.stacks),
-                *self.ends_waiting(),
+                *self.ends_waiting,
                 *self.embeddings_backward(),
             ],
         }
@@ -317,7 +319,7 @@ class DeviceSums:
             return {}
         common = [
             *self._gradients_of_layers(),
-            *self.ends_waiting(),
+            *self.ends_waiting,
             *where((self.job.trains_all, self._hidden_state("gradient of the embeddings' result"))),
             *self.tower.layer_backward(),
         ]
@@ -524,10 +526,6 @@ class DeviceSums:
             ),
         )
 
-    def inputs_and_gradients(self) -> list[Term]:
-        """Return all layers' inputs, and gradients of these."""
-        return [*self.layers_saved(), *times_each(self.layers_saved(), 1, "gradients: ")]
-
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
@@ -539,10 +537,11 @@ class DeviceSums:
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if self.job.gradient_checkpointing:
             return [self._hidden_state("layer input", stack)]
-        return self.layer.saved(stack)
+        return self.saved_of_layer(stack)
 
+    @cached_property
     def ends_saved(self) -> list[Term]:
-        """Return what embeddings, final norm and head keep."""
+        """What embeddings, final norm and head keep."""
         is_sent = self.job.parallelism.pipelines and not self.share.has_head
         return where(
             (True, self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()),
@@ -594,12 +593,13 @@ class DeviceSums:
             ),
         )
 
+    @cached_property
     def ends_waiting(self) -> list[Term]:
-        """Return what embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
+        """What embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
         times, has_head = self.share.in_flight - 1, self.share.has_head
         of_loss = [self._logits("log-probabilities in fp32", 4), *self._head_copy()]
         terms = where(
-            (True, self.ends_saved()),
+            (True, self.ends_saved),
             (has_head and not self.chunks_loss, of_loss),
             (True, self.held_by_schedule()),
         )
@@ -733,7 +733,7 @@ class DeviceSums:
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=size_of)
-        saved = self.layer.saved(stack) if again else []
+        saved = self.saved_of_layer(stack) if again else []
         moments = [[*times_each(saved, 1, "computed again: "), *passing, *self._score_gradients(stack, 4)]]
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]

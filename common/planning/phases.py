@@ -52,16 +52,6 @@ class Phase:
     alive: str
     memory: DeviceMemory
 
-    @property
-    def peak_gib(self) -> float:
-        """What the device is likely to need."""
-        return self.memory.peak_gib
-
-    @property
-    def safe_gib(self) -> float:
-        """What is enough, as far as published peaks show."""
-        return self.memory.safe_gib
-
 
 def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
     """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
@@ -137,7 +127,7 @@ class _PhaseSums:
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
-        rows = self._filled_up(self.shape.validated) * self.shape.sequences_per_row
+        rows = self._filled_up(self.shape.validated) * self.job.batch.goal.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
         layer = self._trained_layer(rows // parts, length, length) + self._pictures(rows)
         moments = [
@@ -151,7 +141,7 @@ class _PhaseSums:
 
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, or copied to the host, tensor by tensor."""
-        moment = ("a checkpoint is written", self._trained.between_steps())
+        moment = ("a checkpoint is written", self._trained.between_steps)
         return self._phase("saving", "trained model, optimizer", moment, attends=False)
 
     def merging(self) -> Phase:
@@ -164,14 +154,15 @@ class _PhaseSums:
         if len(architecture.stacks) == 1:
             longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
             target_length = length = min(length, longest)
-        rows = self._filled_up(min(shape.validated, max(1, at_once // target_length))) * shape.sequences_per_row
+        rows = self._filled_up(min(shape.validated, max(1, at_once // target_length)))
+        rows *= self.job.batch.goal.sequences_per_row
         kept = self._kept_beside(rows * length)
         passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
             (TOWER_FORWARD, [*kept, *self._looking(rows)]),
             ("forward of a layer", [*kept, *gathered[0], *passing, *self._pictures(rows)]),
-            ("a weight is gathered and saved", [*self._trained.between_steps(), *self._gathered_to_save()]),
+            ("a weight is gathered and saved", [*self._trained.between_steps, *self._gathered_to_save()]),
             ("what was saved is loaded", self._reloaded()),
         ]
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
@@ -215,7 +206,7 @@ class _PhaseSums:
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
         moments.append((TOWER_FORWARD, [*answering, *self._looking(self._answered)]))
         if self.job.batch.goal.compares:  # how likely both given answers to a batch of prompts are
-            rows = self._answered * shape.sequences_per_row
+            rows = self._answered * self.job.batch.goal.sequences_per_row
             layer = self._layer(rows, shape.length, shape.length, a)
             head = self._whole.loss_without_gradients(rows, shape.length, shape.labelled)
             moments.append(("forward of a layer of the given answers", [*answering, *layer]))
@@ -226,9 +217,10 @@ class _PhaseSums:
             hidden = activations("hidden states in fp32", "2 T H 4", size)
             moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
         if shape.has_independent_judge:
-            moments.append(
-                ("the independent judge", [*answering, *_independent_judge(self._rows_at_once(1) * shape.labelled)])
-            )
+            size = self._rows_at_once(1) * shape.labelled * (4 + 2 * 4) * JUDGE_HIDDEN * 4
+            what = "the judge's hidden states, and what one layer makes of them"
+            judge = [numbers("weights", "independent judge", JUDGE_WEIGHTS, 4), activations(what, "T 12 H 4", size)]
+            moments.append(("the independent judge", [*answering, *judge]))
         return self._phase(name, alive, *moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]], attends: bool = True) -> Phase:
@@ -318,7 +310,7 @@ class _PhaseSums:
         """
         sums = self._trained
         if not self.job.parallelism.pipelines:
-            return sums.between_steps()
+            return sums.between_steps
         size, but_the_last = tokens * self.architecture.hidden * sums.hidden_bytes, 1 - 1 / self.job.micro_batches
         return where(
             (True, sums.weights() + sums.optimizer_states()),
@@ -461,12 +453,3 @@ class _PhaseSums:
 def _compared(count: int) -> Term:
     what = "logits before and after, and two tensors of their differences"
     return Term("logits", what, "4 P V 4", 16 * count)
-
-
-def _independent_judge(tokens: int) -> list[Term]:
-    """Return its weights, and what its widest layer works on."""
-    size = tokens * (4 + 2 * 4) * JUDGE_HIDDEN * 4
-    return [
-        numbers("weights", "independent judge", JUDGE_WEIGHTS, 4),
-        activations("the judge's hidden states, and what one layer makes of them", "T 12 H 4", size),
-    ]

@@ -58,12 +58,12 @@ class Highest(NamedTuple):
     @property
     def share(self) -> float:
         """Of the device's memory, by the safe figure."""
-        return self.phase.safe_gib / self.gpu.memory_gib
+        return self.phase.memory.safe_gib / self.gpu.memory_gib
 
     @property
     def likely_share(self) -> float:
         """The same by the likely figure."""
-        return self.phase.peak_gib / self.gpu.memory_gib
+        return self.phase.memory.peak_gib / self.gpu.memory_gib
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class Plan:
     @property
     def run_peak_gib(self) -> float:
         """The same in the run's highest phase."""
-        return max(each.phase.peak_gib for each in self._each_phase())
+        return max(each.phase.memory.peak_gib for each in self._each_phase())
 
     @property
     def higher_phase(self) -> str:
         """Which phase takes more than training, and how much; empty = none does."""
-        highest = max(self._each_phase(), key=lambda each: each.phase.peak_gib).phase
-        return "" if highest.name == TRAINING else f"{highest.name} takes {highest.peak_gib:.1f} GiB"
+        highest = max(self._each_phase(), key=lambda each: each.phase.memory.peak_gib).phase
+        return "" if highest.name == TRAINING else f"{highest.name} takes {highest.memory.peak_gib:.1f} GiB"
 
     @property
     def fits(self) -> bool:
@@ -148,13 +148,8 @@ class Plan:
         return all(memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
 
     @property
-    def is_tight(self) -> bool:
-        """Whether the plan is likely to fit, but not safe to: what PyTorch's allocator wastes may decide."""
-        return self.may_fit and not self.fits
-
-    @property
     def verdict(self) -> str:
-        """`yes`: it fits; `tight`: it is likely to; `no`."""
+        """`yes`: it fits; `tight`: it is likely to, but what PyTorch's allocator wastes may decide; `no`."""
         return "yes" if self.fits else "tight" if self.may_fit else "no"
 
     @cached_property
@@ -190,7 +185,7 @@ class Plan:
     @property
     def shortfall_gib(self) -> float:
         """What the fullest device lacks in its highest phase to be safe; negative where it has room."""
-        return self.highest.phase.safe_gib - self.highest.gpu.memory_gib
+        return self.highest.phase.memory.safe_gib - self.highest.gpu.memory_gib
 
     def safe_evaluation_rows(self) -> int:
         """Return the most rows, up to the job's own, with which every phase beside training is safe; 0: none."""
@@ -292,11 +287,6 @@ class Plan:
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
         offloaded = ", offloaded" if self.job.offload else ""
         return f"{self.job.method.label}, {self.job.sharing}{checkpointed}{offloaded}"
-
-    @property
-    def short_name(self) -> str:
-        """The same for columns of tables: `full, fsdp, checkpointed`."""
-        return self.name.replace(self.job.method.label, self.job.method.short, 1)
 
 
 # -- plans
@@ -480,12 +470,12 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
     """Sort plans that fit: by technique, speed and simplicity; last those that are tight, where others are as fast."""
-    fastest_roomy = max((plan.tokens_per_s for plan in plans if not plan.is_tight), default=0.0)
+    fastest_roomy = max((plan.tokens_per_s for plan in plans if plan.fits), default=0.0)
     fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
 
     def rank(plan: Plan) -> tuple[bool, int, bool, float, float]:
-        is_needless = plan.is_tight and fastest_roomy >= ABOUT_AS_FAST * plan.tokens_per_s
+        is_needless = plan.verdict == "tight" and fastest_roomy >= ABOUT_AS_FAST * plan.tokens_per_s
         is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
         simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
         return is_needless, techniques.index(plan.job.technique), is_slow, simplicity, -plan.tokens_per_s
@@ -510,20 +500,19 @@ def why(plan: Plan) -> str:
     idle = (n - 1) / (job.micro_batches + n - 1)
     waits = plan.time.exposed_s / plan.time.total_s
     remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
+    device, gpu, phase = plan.highest
     reasons = [
         job.parallelism.why.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
         f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
-        f"tight, as {_safe_figure(plan)}: let `python -m common.preflight` have the last word" if plan.is_tight else "",
+        ""
+        if plan.fits
+        else f"tight, as {phase.name} is safe with {phase.memory.safe_gib:.1f} GiB, and device {device} has "
+        f"{gpu.memory_gib:.1f}: let `python -m common.preflight` have the last word",
         f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows" if plan.fits else "",
     ]
     return "; ".join(filter(None, reasons))
-
-
-def _safe_figure(plan: Plan) -> str:
-    device, gpu, phase = plan.highest
-    return f"{phase.name} is safe with {phase.safe_gib:.1f} GiB, and device {device} has {gpu.memory_gib:.1f}"
 
 
 def _largest_parts(memory: DeviceMemory) -> str:
@@ -538,11 +527,11 @@ def phase_that_is_too_large(plan: Plan) -> str:
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
         if fewer
-        else f"a GPU with {math.ceil(phase.peak_gib)} GiB would hold it, or a smaller --model"
+        else f"a GPU with {math.ceil(phase.memory.peak_gib)} GiB would hold it, or a smaller --model"
     )
     return (
-        f"training fits, but {phase.name} takes {phase.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {device} "
-        f"({phase.alive}), most of it {_largest_parts(phase.memory)}; {help_}"
+        f"training fits, but {phase.name} takes {phase.memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device "
+        f"{device} ({phase.alive}), most of it {_largest_parts(phase.memory)}; {help_}"
     )
 
 
@@ -604,9 +593,9 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                         "allocated_gib": memory.allocated_gib,
                         "peak_gib": memory.peak_gib,
                         "safe_gib": memory.safe_gib,
-                        "phases_gib": {phase.name: phase.peak_gib for phase in phases},
+                        "phases_gib": {phase.name: phase.memory.peak_gib for phase in phases},
                         "capacity_gib": gpu.memory_gib,
-                        "fits": all(phase.safe_gib <= gpu.memory_gib for phase in phases),
+                        "fits": all(phase.memory.safe_gib <= gpu.memory_gib for phase in phases),
                     }
                     for number, (memory, gpu, share, phases) in enumerate(
                         zip(plan.devices, plan.cluster.gpus, plan.shares, plan.phases, strict=True)
@@ -645,9 +634,9 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     for plan in plans:
         (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
-            plan.short_name,
+            plan.name.replace(plan.job.method.label, plan.job.method.short, 1),
             plan.verdict,
-            f"{phase.peak_gib:.1f} to {phase.safe_gib:.1f} / {gpu.memory_gib:.1f}",
+            f"{phase.memory.peak_gib:.1f} to {phase.memory.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             *[f"{plan.training_peak_gib:.1f}"] * differ,
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
@@ -658,16 +647,11 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         ])  # fmt: skip
     headers = ("way", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch", "step",
                "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
-    return f"{_outlined(rows, headers, text_columns=2)}\nprecision: {_precisions(plans)}"
-
-
-def _precisions(plans: Sequence[Plan]) -> str:
-    """Return `full in bf16-mixed; LoRA, QLoRA in bf16`: each technique has one."""
-    of_techniques = {plan.job.method.short: plan.job.precision for plan in plans}
-    return "; ".join(
-        f"{', '.join(name for name in of_techniques if of_techniques[name] == precision)} in {precision}"
-        for precision in dict.fromkeys(of_techniques.values())
-    )
+    used: dict[str, dict[str, None]] = {}  # each technique has one precision
+    for plan in plans:
+        used.setdefault(plan.job.precision, {})[plan.job.method.short] = None
+    precisions = "; ".join(f"{', '.join(techniques)} in {precision}" for precision, techniques in used.items())
+    return f"{_outlined(rows, headers, text_columns=2)}\nprecision: {precisions}"
 
 
 def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_columns: int) -> str:
@@ -688,46 +672,39 @@ def explanation(plan: Plan) -> str:
     device, gpu, highest = plan.highest
     training = next(phase for phase in plan.phases[device] if phase.name == TRAINING)
     higher = [] if highest is training else [f"{highest.name}, which takes most:", *_unfolded(highest, gpu, plan)]
+    of_phases = [
+        [phase.name, phase.alive, phase.memory.moment, *(f"{gib:.1f}" for gib in
+         (phase.memory.allocated_gib, phase.memory.peak_gib, phase.memory.safe_gib))]
+        for phase in plan.phases[device]
+    ]  # fmt: skip
+    headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
+    on_host = [
+        [phase, term.what, term.formula, f"{term.gib:.1f}"]
+        for phase, terms in plan.host_moments.items()
+        for term in terms
+    ]
+    on_host.append(["at most", "", "beside what programs take", f"{plan.host_gib:.1f}"])
     return "\n".join([
         f"{plan.name}: device {device} of {len(plan.devices)}, {gpu.name}",
-        _phase_table(plan.phases[device]),
+        _outlined(of_phases, headers, text_columns=3),
         "",
         "training: VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
         *_unfolded(training, gpu, plan),
         "",
         *higher,
-        *_host_lines(plan),
+        "each machine's own memory:",
+        _outlined(on_host, ("phase", "what", "formula", "GiB"), text_columns=3),
+        "",
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
         *([f"beside training: {plan.phase_times.said}"] if plan.phase_times else []),
     ])  # fmt: skip
 
 
-def _host_lines(plan: Plan) -> list[str]:
-    """Return what the fullest machine's own memory holds in each phase."""
-    rows = [
-        [phase, term.what, term.formula, f"{term.gib:.1f}"]
-        for phase, terms in plan.host_moments.items()
-        for term in terms
-    ]
-    rows.append(["at most", "", "beside what programs take", f"{plan.host_gib:.1f}"])
-    return ["each machine's own memory:", _outlined(rows, ("phase", "what", "formula", "GiB"), text_columns=3), ""]
-
-
 def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:
     """Return a phase's terms, and what their letters stand for."""
     letters = _letters(plan) if phase.name == TRAINING else _letters_of_evaluation(plan)
     return [f"its highest moment: {phase.memory.moment}", _term_table(phase.memory, gpu), letters]
-
-
-def _phase_table(phases: Sequence[Phase]) -> str:
-    figures = [(each.memory.allocated_gib, each.memory.peak_gib, each.memory.safe_gib) for each in phases]
-    rows = [
-        [phase.name, phase.alive, phase.memory.moment, *(f"{gib:.1f}" for gib in its)]
-        for phase, its in zip(phases, figures, strict=True)
-    ]
-    headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
-    return _outlined(rows, headers, text_columns=3)
 
 
 def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu, find_gpu
 from common.planning.architectures import FAMILIES, LARGEST_SIZE, Architecture
-from common.planning.gpu_overhead import memory_with_overhead, outside_gib
+from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory
 from common.planning.shares import whole_model
@@ -62,8 +62,8 @@ class Point:
         """Return what a kind of figure is likely to be, in GiB."""
         if kind == "allocated":
             return self.planned.allocated_gib
-        not_reserved = outside_gib(self.planned) if kind == "reserved" else 0.0
-        return self.planned.peak_gib - not_reserved
+        outside = (CONTEXT, RANKS) if kind == "reserved" else ()  # `nvidia-smi` shows it beside what is reserved
+        return self.planned.peak_gib - sum(term.gib for term in self.planned.terms if term.what in outside)
 
     def error(self, kind: Kind) -> float:
         """Return planned over published memory, less one: above zero too much was planned."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from common.base.run_config import RunConfig
-from common.planning.architectures import Architecture, as_classifier, read_architecture, usual_tiles
+from common.planning.architectures import Architecture, read_architecture, usual_tiles
 from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
 
 
@@ -18,7 +18,6 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.is_judged,
         has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
-        sequences_per_row=run.goal.sequences_per_row,
         validation_rows=max(0, run.validation_rows),
         test_rows=max(0, run.test_rows),
     )
@@ -77,19 +76,4 @@ def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
     Raises:
         BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
     """
-    return with_head_for(read_architecture(run.model, run.model_revision), batch.classes)
-
-
-def with_head_for(architecture: Architecture, classes: int) -> Architecture:
-    """Return the architecture with a classifier's head, where there are classes."""
-    return as_classifier(architecture, classes) if classes else architecture
-
-
-def answering_architecture(run: RunConfig) -> Architecture:
-    """Return the run's model as it answers beside training; a classifier with a head for the labels of the run's data.
-
-    Raises:
-        BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
-        UnknownArchitectureError: The closed form does not know its kind.
-    """
-    return with_head_for(read_architecture(run.model, run.model_revision), 1 if run.goal.classifies else 0)
+    return read_architecture(run.model, run.model_revision, batch.classes)

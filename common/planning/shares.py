@@ -66,7 +66,10 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
 
 
 def tower_parameters(architecture: Architecture, share: Share) -> int:
-    """Return how many weights of a vision tower and its connector a device holds: they are where the embeddings are."""
+    """Return how many weights of a vision tower and its connector a device holds: they are where the embeddings are.
+
+    Those that get gradients are each as wide as the model's own weights, also beside adapters.
+    """
     return architecture.tower_parameters * share.has_embeddings
 
 
@@ -75,16 +78,11 @@ def sees(architecture: Architecture, job: Job, share: Share) -> bool:
     return architecture.tower is not None and job.batch.tiles > 0 and share.has_embeddings
 
 
-def trained_of_tower(architecture: Architecture, job: Job, share: Share) -> int:
-    """Return how many of these get gradients; each is as wide as the model's own weights, also beside adapters."""
-    return tower_parameters(architecture, share) * job.trains_tower
-
-
 def trained_weight_bytes(architecture: Architecture, job: Job, share: Share | None = None) -> float:
     """Return the bytes of all weights that get gradients, of the whole model or of one device's share."""
     share = share or whole_model(architecture)
     own = trained_parameters(architecture, job, share) * job.trained_bytes
-    return own + trained_of_tower(architecture, job, share) * job.weight_bytes
+    return own + tower_parameters(architecture, share) * job.trains_tower * job.weight_bytes
 
 
 def quantized_weights(architecture: Architecture) -> int:

@@ -431,25 +431,17 @@ def break_even_gbit(
     Many machines of one cheap GPU send their gradients over Ethernet, and every machine is paid while it waits.
     """
 
-    def bill(cluster: Cluster) -> float:
-        price = cluster.usd_per_second
-        if price is None:
-            raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
-        return _whole_step_s(architecture, job, cluster, calibration) * price
-
-    target = bill(one_machine)
-    return smallest_ratio(lambda gbit: bill(replace(many_machines, link=ethernet(gbit))) <= target, *ETHERNETS_GBIT)
+    prices = [cluster.usd_per_second for cluster in (one_machine, many_machines)]
+    if None in prices:
+        raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
+    most_s = _whole_step_s(architecture, job, one_machine, calibration) * prices[0] / prices[1]
+    return fast_enough_from_gbit(architecture, job, many_machines, most_s, calibration)
 
 
-def faster_from_gbit(
-    architecture: Architecture,
-    job: Job,
-    machines: Cluster,
-    rows_per_s: float,
-    calibration: dict[str, list[float]],
+def fast_enough_from_gbit(
+    architecture: Architecture, job: Job, machines: Cluster, most_s: float, calibration: dict[str, list[float]]
 ) -> float | None:
-    """Return the Ethernet, in Gbit/s, from which on `machines` train so many rows per second; None: never."""
-    most_s = job.batch.rows * job.data_parallel_ranks / rows_per_s
+    """Return the Ethernet, in Gbit/s, from which on a step of `machines` takes at most `most_s`; None: never."""
     return smallest_ratio(
         lambda gbit: _whole_step_s(architecture, job, replace(machines, link=ethernet(gbit)), calibration) <= most_s,
         *ETHERNETS_GBIT,

@@ -19,7 +19,7 @@ NORM_BYTES = 4  # of a layer norm's result, which is in fp32 in any precision
 def job_of_tower(tower: Tower, job: Job) -> Job:
     """Return the job of the tower's encoder by itself, in which every square is a row, and every patch a token."""
     rows = job.batch.rows // job.micro_batches * job.batch.tiles
-    batch = BatchShape(rows, tower.patches, labelled=0)
+    batch = BatchShape(rows, tower.encoder.max_length, labelled=0)
     alone = {"parallel": "single", "devices": 1, "dp_replicate_size": 1, "micro_batches": 1, "offload": False}
     return replace(job, technique="full", target_modules=(), lora_dropout=0.0, batch=batch, evaluation=None, **alone)
 

@@ -176,10 +176,10 @@ def _needed_by_plan(run: RunConfig) -> Row:
     from common.checks.tried_rows import batch_of_length  # as above
 
     plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.learns_answers else run.max_length))
-    usd, phase = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase
+    usd, memory = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase.memory
     return {
         "Figures": "projected",
-        "GiB per device": " to ".join(dict.fromkeys(f"{gib:.0f}" for gib in (phase.peak_gib, phase.safe_gib))),
+        "GiB per device": " to ".join(dict.fromkeys(f"{gib:.0f}" for gib in (memory.peak_gib, memory.safe_gib))),
         "Minutes": f"{plan.epoch_s(DEFAULT_ROWS_PER_EPOCH) / 60:.0f}",
         "USD": "-" if usd is None else f"{usd:.2f}",
     }

@@ -395,7 +395,7 @@ def planned_figures(plan: Plan) -> dict[str, object]:
         "moment": memory.moment,
         **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
         "peak_gib": memory.peak_gib,
-        "phases_gib": {phase.name: phase.peak_gib for phase in plan.phases[0]},
+        "phases_gib": {phase.name: phase.memory.peak_gib for phase in plan.phases[0]},
         "longest_step_s": plan.time.total_s,
         "max_batch_size": plan.max_batch_size,
         "sent_bytes": plan.time.sent_gb * 1e9,

@@ -35,7 +35,9 @@ def test_what_is_alive_in_each_phase_fits_the_card(folder: Path) -> None:
         assert [phase.name for phase in phases] == list(PHASES)
         for phase in phases:
             assert phase.alive
-            assert phase.safe_gib <= gpu.memory_gib, f"{phase.name}: {phase.safe_gib:.1f} GiB of {phase.alive}"
+            assert phase.memory.safe_gib <= gpu.memory_gib, (
+                f"{phase.name}: {phase.memory.safe_gib:.1f} GiB of {phase.alive}"
+            )
 
 
 @each_of(CHATTING)

@@ -48,7 +48,10 @@ def test_a_vision_tower_s_parts_are_those_of_the_real_model(model: str, kind: st
     }
     assert sum(parts.values()) == weights_of(real)
     assert {name: parts[name] for name in expected} == expected
-    assert (planned.tower.patches, planned.tower.tokens) == (vision.embeddings.num_patches, real.model.image_seq_len)
+    assert (planned.tower.encoder.max_length, planned.tower.tokens) == (
+        vision.embeddings.num_patches,
+        real.model.image_seq_len,
+    )
 
 
 @pytest.mark.parametrize(

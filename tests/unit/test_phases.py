@@ -119,7 +119,7 @@ def test_a_model_on_several_devices_stays_there_while_the_base_judges() -> None:
 
 
 def beside_training(plan: Plan) -> dict[str, float]:
-    return {phase.name: phase.peak_gib for phases in plan.phases for phase in phases if phase.name != TRAINING}
+    return {phase.name: phase.memory.peak_gib for phases in plan.phases for phase in phases if phase.name != TRAINING}
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "zero3", "pp"])

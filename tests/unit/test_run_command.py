@@ -17,7 +17,7 @@ from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
 from common.planning.job import ALL_LINEAR, Job
 from common.planning.plans import Plan, ranked_plans
-from common.planning.run_jobs import job_of_run, with_head_for
+from common.planning.run_jobs import job_of_run
 
 QUESTIONS = (
     "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --attention flash",
@@ -32,7 +32,7 @@ QUESTIONS = (
 
 def plans_of(question: str) -> list[Plan]:
     options = read_options(question.split())
-    architecture = with_head_for(read_architecture(options.model), options.classes)
+    architecture = read_architecture(options.model, classes=options.classes)
     job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     return ranked_plans(
         architecture, job, cluster_of(options), techniques_asked(options),
