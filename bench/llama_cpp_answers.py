@@ -25,10 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from common.base.paths import REPOSITORY
 from common.data.rows import Row
 from common.data.splits import load_splits
+from common.data.templates import begins_by_itself
 from common.models.loading import EMBEDDED_BASE
 from common.records.store import package_version, write_json
 from common.serving.gguf_file import PRE_TOKENIZERS, WEIGHT_TYPES, check_tokenizer, export_gguf
-from common.serving.ollama_file import text_of
 from common.serving.tuned_runs import TunedRun, find_run
 from common.tasks.answers import generate_answers
 
@@ -136,7 +136,8 @@ def _question(
 ) -> tuple[bool, bool, float]:
     """Return whether a question's tokens and its answer are the same, and the difference of the first logits."""
     question = row["messages"][:-1]
-    tokens = _tokens(text_of(question, tokenizer), llama)
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    tokens = _tokens(text.removeprefix(tokenizer.bos_token if begins_by_itself(tokenizer) else ""), llama)
     batch = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
         expected = model(**batch).logits[0, -1]

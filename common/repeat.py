@@ -5,7 +5,7 @@
 
 One after the other, unattended, on a machine that does nothing else. A run that fails leaves its old record where it
 is, and is named at the end. Left out are records of notebooks (`make notebooks` runs them, `make record` keeps them),
-runs on virtual hosts (`python -m common.network_trial`), and those below docs (`python docs/measure.py`).
+runs on virtual hosts (`python -m tests.network.network_trial`), and those below docs (`python docs/measure.py`).
 """
 
 import re
@@ -32,7 +32,7 @@ NOTEBOOK = "the notebook"
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
 """What stands for a launcher's program, by this Python."""
 OF_A_FOLDER = re.compile(
-    rf"(python( -m common\.ray_train)?|torchrun --nproc_per_node \d+|{TORCHRUN.strip()}"
+    rf"(python|torchrun --nproc_per_node \d+|{TORCHRUN.strip()}"
     r"|accelerate launch --config_file my_accelerate_config\.yaml) my_workflow_\w+\.py( .*)?"
 )
 """Commands that a record may have run here: they start a workflow of its run folder."""

@@ -22,7 +22,6 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import LITERAL, literal_lines, run_folders
-from common.base.specs import DEEPSPEED, FSDP
 from common.base.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
@@ -35,38 +34,23 @@ use_cpu: {use_cpu}
 num_machines: {nodes}
 {port}num_processes: {devices}
 machine_rank: 0
-mixed_precision: '{mixed_precision}'
+mixed_precision: 'no'
 {more}"""
 COMMENTS = {
     "CPU": """\
 One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
 # and they talk over gloo. The run checks that they came.""",
-    "MULTI_GPU": """\
+    "GPU": """\
 One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here.""",
-    "FSDP": """\
-Accelerate divides the model by this file (FSDP2), and the run checks that it did; torchrun needs no file, and the
-# workflow divides it itself. The precision here must be the run's own, as it becomes the shards' policy.""",
     "DEEPSPEED": f"""\
 DeepSpeed's settings stand in {DEEPSPEED_CONFIG_NAME}, for scripts of your own, too (the values `auto` are filled in
 # by Accelerate there, by this run here).""",
 }
-SETTINGS = {  # what Accelerate needs besides, by its `distributed_type`
-    "FSDP": """\
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_reshard_after_forward: true
-  fsdp_offload_params: {offload}
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_cpu_ram_efficient_loading: false
-""",
-    "DEEPSPEED": f"""\
+OF_DEEPSPEED = f"""\
 deepspeed_config:
   deepspeed_config_file: {DEEPSPEED_CONFIG_NAME}
   zero3_init_flag: false
-""",
-}
-DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # Accelerate's name of what shards
+"""
 TORCHRUN = shlex.join(nodes_command(1, 0)).replace(" 0 ", r" \d+ ")
 ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
 ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank NUMBER --main_process_ip ADDRESS"
@@ -76,17 +60,15 @@ PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", r
 
 def accelerate_config(run: RunConfig) -> str:
     """Return the file that `accelerate launch --config_file` takes."""
-    on_cpu = run.device == "cpu"
-    distributed_type = "MULTI_GPU" if on_cpu else DISTRIBUTED_TYPES[run.parallelism.sharded_by]
+    kind = "CPU" if run.device == "cpu" else "DEEPSPEED" if run.parallelism.uses_deepspeed else "GPU"
     return ACCELERATE_CONFIG.format(
-        comment=COMMENTS["CPU" if on_cpu else distributed_type],
-        distributed_type=distributed_type,
-        use_cpu=str(on_cpu).lower(),
+        comment=COMMENTS[kind],
+        distributed_type="DEEPSPEED" if kind == "DEEPSPEED" else "MULTI_GPU",
+        use_cpu=str(kind == "CPU").lower(),
         nodes=run.nodes,
         port="main_process_port: 29500\n" if run.nodes > 1 else "",
         devices=run.devices,
-        mixed_precision=run.compute_dtype.replace("fp32", "no") if distributed_type == "FSDP" else "no",
-        more=SETTINGS.get(distributed_type, "").format(offload=str(run.offload == "cpu").lower()),
+        more=OF_DEEPSPEED if kind == "DEEPSPEED" else "",
     )
 
 
@@ -144,7 +126,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
     if folder != source and run.nodes == 1:  # a notebook starts no ranks on other machines
         contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
-    if run.parallelism.replicates or (run.is_sharded and run.dp_replicate_size == 1):  # the file has no copies
+    if run.parallelism.replicates or run.is_sharded:
         contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)
     if run.parallelism.uses_deepspeed:
         contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"

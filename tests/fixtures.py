@@ -98,7 +98,6 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
             "python": [sys.executable, script, *arguments],
             "make run": [sys.executable, "-m", "common.launch", *arguments],
             "torchrun": torchrun_command(script, 2, *arguments),
-            "ray": [sys.executable, "-m", "common.ray_train", script, *arguments],
             "accelerate": accelerate_command(script, "my_accelerate_config.yaml", *arguments),
         }[launcher]
         log = tmp_path / f"{name}.log"

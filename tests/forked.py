@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tests.pace import patient
 
 if TYPE_CHECKING:
-    from common.runtime.virtual_hosts import VirtualHost
+    from tests.network.virtual_hosts import VirtualHost
 
 LIBRARIES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",

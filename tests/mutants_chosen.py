@@ -120,13 +120,6 @@ DATA = (
         _unit("separate_rows", "a_window_of_attention_reaches_no_further_than_it"),
     ),
     Fault(
-        "ranks have unequal numbers of batches within a budget",
-        "common/data/batches.py",
-        "return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))",
-        "return own",
-        _unit("separate_rows", "all_ranks_have_as_many_batches_within_the_budget"),
-    ),
-    Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
         "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
@@ -513,7 +506,8 @@ CHECKPOINTS = (
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
         "            self.partial.mkdir(parents=True)\n",
-        "            remove(found_in(folder.parent))\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
+        "            [remove(each) for each in found_in(folder.parent)]\n"
+        "            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
@@ -998,21 +992,21 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "of a text that is longer than max_length only the beginning is learnt",
-        "common/data/plain_texts.py",
-        "            for start in range(0, len(ids), run.max_length):\n",
-        "            for start in (0,):\n",
+        "common/data/messages.py",
+        "                for start in range(0, len(ids), run.max_length):\n",
+        "                for start in (0,):\n",
         _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
     ),
     Fault(
         "rows on disk come in the order of their file, whichever were asked for",
-        "common/data/stored_rows.py",
-        "        return RowsOnDisk(self._mapped.select(numbers))\n",
-        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
+        "common/data/rows.py",
+        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in numbers])\n",
+        "        return RowsOnDisk(self._file, self._begins, [self._numbers[number] for number in sorted(numbers)])\n",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(
         "the rows that were in memory are lost when the others go to the disk",
-        "common/data/stored_rows.py",
+        "common/data/rows.py",
         "            return _on_disk(chain(held, following))\n",
         "            return _on_disk(following)\n",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),

@@ -24,7 +24,7 @@ from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, merge, record, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
 
 RUN = RunConfig(
     technique="lora",
@@ -66,11 +66,11 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
-        before = evaluate_before(log, model, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data, model=model)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)
         ceiling = measure_ceiling(loop)  # (5)
-        tuned, differences = merge(log, loop, tokenizer)
+        tuned, differences = save(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 

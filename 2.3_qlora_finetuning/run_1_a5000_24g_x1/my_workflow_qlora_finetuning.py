@@ -11,7 +11,7 @@ The notebook runs the same steps cell by cell.
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, has_room_for_whole_models, merge_both_ways
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -21,6 +21,7 @@ from common.data.rows import Splits
 from common.data.splits import load_splits
 from common.models.freeing import free_model
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
+from common.models.merging import has_room_for_plain
 from common.models.quantization import StoredWeights, quantization_config, stored_weights
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
@@ -179,7 +180,7 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         stored = look_at_weights(log, model)
-        has_room = has_room_for_whole_models(log.run, log.rank, stored)
+        has_room = has_room_for_plain(log.run, log.rank, model)
         before = evaluate_before(log, model, tokenizer, data, has_room)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)

@@ -1,4 +1,4 @@
-"""What only QLoRA needs: whether whole models have room, the two ways to merge, and a picture of the 16 levels.
+"""What only QLoRA needs: the two ways to merge, and a picture of the 16 levels.
 
 The quantization's own settings are in `common.models.quantization.quantization_config`: preflight needs them, too, and
 `common` imports no run folder.
@@ -18,8 +18,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
-from common.data.batches import make_collator
-from common.hardware.devices import read_memory
+from common.data.batches import make_collator, within_budget
 from common.models.freeing import free_model
 from common.models.loading import (
     check_equal_logits,
@@ -28,12 +27,10 @@ from common.models.loading import (
     waiting_on_host,
     weight_dtype,
 )
-from common.models.merging import comparing, reloaded_difference, whole_logits_at_once
-from common.models.quantization import StoredWeights, dequantized, relative_error
+from common.models.merging import comparing, reloaded_difference, tokens_at_once
+from common.models.quantization import dequantized, relative_error
 from common.planning.device_maps import whole_model_on
-from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import RunRecorder
-from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
@@ -42,13 +39,6 @@ BLOCK = 64
 """Weights that share a scale."""
 ON_ORIGINAL = "merged_into_original"
 """Folder of the adapter merged into the original base."""
-
-
-def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights) -> bool:
-    """Return whether an unquantized model fits for the evaluations; on a card that was chosen for 4 bits it may not."""
-    if run.device == "cpu":
-        return True
-    return has_room_for_whole(stored.unquantized_gib, stored.weights_gib, read_memory(rank.device).total_gib)
 
 
 @dataclass
@@ -111,7 +101,7 @@ def validation_loss(model: torch.nn.Module, loop: TrainingLoop, tokenizer: PreTr
     """Return the mean over the answer tokens of the loop's validation rows, as in training, on this device."""
     rows = list(loop.validation_rows)
     collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
-    for places in whole_logits_at_once([len(row["input_ids"]) for row in rows], model):
+    for places in within_budget([len(row["input_ids"]) for row in rows], tokens_at_once(model)):
         batch = collate([rows[place] for place in places])
         sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()

@@ -57,7 +57,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
-        before = evaluate_before(log, model, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data, model=model)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer)  # (2)

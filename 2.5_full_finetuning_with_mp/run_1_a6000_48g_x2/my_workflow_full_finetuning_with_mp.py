@@ -92,11 +92,11 @@ def workflow(run: RunConfig) -> Record:
         tokenizer, data = load_data(log)
         placement = place(log, data)
         model, seen = load(log, placement)
-        before = evaluate_before(log, model, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data, model=model)
         loop = train(log, placement, model, tokenizer, data)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer, custom_device_map(log, placement))
-        after = evaluate_after(log, tuned, tokenizer, data, custom_device_map(log, placement))
+        after = evaluate_after(log, tuned, tokenizer, data, device_map=custom_device_map(log, placement))
         figures = {"placement": placement.for_record(), "stages_seen": seen, "largest_logit_differences": differences}
         return record(log, before, after, **trained, **figures)
 

@@ -13,13 +13,15 @@ from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.recorder import Trial
 from common.training.beside import trained_beside
-from common.training.ceiling import can_measure_ceiling, measure_machine_ceiling
+from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
 from common.training.steps import load_data
 
 PARTS = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer states"}
+WHOLE_AT_MOST_BYTES = 256 * 2**20
+"""Weights that may be whole on each rank beside training that divides them."""
 
 
 def held_table(held: dict[str, object]) -> pd.DataFrame:
@@ -32,7 +34,7 @@ def held_table(held: dict[str, object]) -> pd.DataFrame:
 
 def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str, float] | None:
     """Measure the highest possible speed-up; on CPU only, of a model small enough to be whole on each rank."""
-    if not can_measure_ceiling(loop.run, held):
+    if loop.run.device != "cpu" or held is None or held["whole"]["weights_bytes"] > WHOLE_AT_MOST_BYTES:
         return None
     with loop.log.phase("machine ceiling"):
         return measure_machine_ceiling(loop, load_replica(loop.run, loop.rank))

@@ -114,7 +114,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         tokenizer, data = load_data(log)
-        before = evaluate_before(log, None, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data)
         loop = train(log, tokenizer, data)
         trained = tell_held(loop)
         tuned, differences = save(log, loop, tokenizer)  # (6)

@@ -24,7 +24,7 @@ from common.models.placement import Placement, place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
-from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.pipeline import Pipeline, trained_stage
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
 
 RUN = RunConfig(
@@ -52,7 +52,7 @@ def train(log: RunRecorder, placement: Placement, tokenizer: Tokenizer, data: Sp
     """Train this rank's stage, to which hidden states come from the stage before, and gradients from the next one."""
     with log.phase("build trainer"):
         stage = trained_stage(log.run, placement.stage_map, log.rank)  # (2)
-        pipeline = Pipeline(StageModule(stage, log.run, log.rank), log.run, log.rank)
+        pipeline = Pipeline(stage, log.run, log.rank)
         loop = TrainingLoop(pipeline, tokenizer, data, log, plan=placement.plan)
     with log.phase("training"):
         for step in loop.steps():
@@ -67,7 +67,7 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         tokenizer, data = load_data(log)
         placement = place(log, data)
-        before = evaluate_before(log, None, tokenizer, data)
+        before = evaluate_before(log, tokenizer, data)
         loop = train(log, placement, tokenizer, data)
         trained = sum_up(loop)
         pipeline = measure(loop)  # (4)

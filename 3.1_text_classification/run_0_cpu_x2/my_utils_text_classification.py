@@ -7,11 +7,11 @@ from common.data.rows import Splits
 from common.data.splits import tokenized
 from common.models.placement import place_stages
 from common.runtime.recorder import RunRecorder
+from common.training import export
 from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import data_parallel, exchanging, load_replica
-from common.training.export import save_and_reload
 from common.training.loop import TrainingLoop
-from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.pipeline import Pipeline, trained_stage
 from common.training.pipeline_measure import measure_pipeline
 from common.training.steps import Metrics, Tokenizer
 from common.training.tensor_parallel import load_columns, mesh_of_all, split_by_plan
@@ -52,7 +52,7 @@ def train_stages(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Traini
         batch = longest_batch(data.train, log.run.per_device_train_batch_size, log.run)
         placement = place_stages(log.run, batch, log.gpu())
         stage = trained_stage(log.run, placement.stage_map, log.rank)
-        pipeline = Pipeline(StageModule(stage, log.run, log.rank), log.run, log.rank)
+        pipeline = Pipeline(stage, log.run, log.rank)
         loop = TrainingLoop(pipeline, tokenizer, data, log, plan=placement.plan)
     with log.phase("training"):
         for step in loop.steps():
@@ -84,9 +84,8 @@ def measure(loop: TrainingLoop) -> Metrics:
 
 def save(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save one model (with LoRA the adapter, too), and load it as any user would: equal logits, or the run fails."""
-    with log.phase("save and reload"):
-        tuned, differences = save_and_reload(log, loop, tokenizer)
-        if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither labels' names nor tokenizer
-            tuned.config.save_pretrained(log.folder / "adapter")
-            tokenizer.save_pretrained(log.folder / "adapter")
-        return tuned, differences
+    tuned, differences = export.save(log, loop, tokenizer)
+    if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither labels' names nor tokenizer
+        tuned.config.save_pretrained(log.folder / "adapter")
+        tokenizer.save_pretrained(log.folder / "adapter")
+    return tuned, differences

@@ -28,7 +28,7 @@ from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.classification import classify
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer, record, score_after, score_before, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, sum_up
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -81,12 +81,12 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank; before training the head is random, and the base's labels are chance."""
     with run_started(run) as log:
         tokenizer, data = load_data(log)
-        before = score_before(log, tokenizer, data, classify)
+        before = evaluate_before(log, tokenizer, data, classify)
         loop = train(log, tokenizer, data)
         trained = sum_up(loop)
         measured = measure(loop)
         tuned, differences = save(log, loop, tokenizer)
-        after = score_after(log, tuned, tokenizer, data, classify)
+        after = evaluate_after(log, tuned, tokenizer, data, classify)
         if log.rank.is_main:
             print(f"best validation accuracy: {trained['best_accuracy']:.4f}; the model: results/{log.folder.name}")
         figures = {**trained, **measured, "largest_logit_differences": differences}

@@ -4,8 +4,8 @@ From this folder, on each machine (ADDRESS is the first one's):
     torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_summarization_machines.py
 or on virtual hosts that stand for machines (docs/several_machines.md says how to start it on your own):
-    python -m common.virtual_hosts --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d \
-        --rdzv_endpoint {master}:29400 my_workflow_summarization_machines.py --devices 2 --nodes 2
+    python ../../tests/network/virtual_hosts.py --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 \
+        --rdzv_backend c10d --rdzv_endpoint {master}:29400 my_workflow_summarization_machines.py --devices 2 --nodes 2
 
 The machines meet (1), and see that all have the same rows and libraries. Each trains on its own part of the rows. After
 each backward pass (2), or during it, gradients are summed over all machines; so every one takes the same step (3).
@@ -25,7 +25,7 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.summarization import summarize
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer, record, save, score_after, score_before, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, save, sum_up
 
 RUN = run_with(loop="machines")
 
@@ -49,11 +49,11 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:  # (1)
         tokenizer, data = load_data(log)
-        before = score_before(log, tokenizer, data, summarize)
+        before = evaluate_before(log, tokenizer, data, summarize)
         loop = train(log, tokenizer, data)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer)
-        after = score_after(log, tuned, tokenizer, data, summarize)
+        after = evaluate_after(log, tuned, tokenizer, data, summarize)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 
 

@@ -34,7 +34,7 @@ from common.training.checkpoints import steps_at
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
-from common.training.steps import Tokenizer, record, save, score_after, score_before, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, save, sum_up
 
 RUN = run_with(loop="trainer")
 
@@ -130,11 +130,11 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         tokenizer, data = load_data(log)
-        before = score_before(log, tokenizer, data, summarize)
+        before = evaluate_before(log, tokenizer, data, summarize)
         loop = train(log, tokenizer, data)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer)
-        after = score_after(log, tuned, tokenizer, data, summarize)
+        after = evaluate_after(log, tuned, tokenizer, data, summarize)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 
 

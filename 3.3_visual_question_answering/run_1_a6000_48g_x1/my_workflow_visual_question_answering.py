@@ -82,7 +82,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
-        before = evaluate_before(log, model, tokenizer, data, score=evaluate_looking)
+        before = evaluate_before(log, tokenizer, data, evaluate_looking, model)
         loop = train(log, model, tokenizer, data)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from common.data.rows import Splits
 from common.data.splits import tokenized
 from common.runtime.recorder import RunRecorder
-from common.tasks.preferences import PairCollator, PreferenceEvaluation, with_reference
+from common.tasks.preferences import PreferenceEvaluation, with_reference
 from common.training.steps import Tokenizer
 
 
@@ -31,9 +31,8 @@ def find_reference(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenize
     if log.run.method.has_adapters:
         return pairs
     with log.phase("reference"):
-        collate = PairCollator(tokenizer.pad_token_id)
         train, validation = (
-            with_reference(rows, model, collate, log, which)
+            with_reference(rows, model, tokenizer, log, which)
             for which, rows in (("training", pairs.train), ("validation", pairs.validation))
         )
         return replace(pairs, train=train, validation=validation)

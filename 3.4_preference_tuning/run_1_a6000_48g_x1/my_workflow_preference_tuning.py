@@ -28,7 +28,7 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.preferences import evaluate_preferences
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer, load, record, save, score_after, score_before, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -83,11 +83,11 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         model, tokenizer, data = load(log)
-        before = score_before(log, tokenizer, data, evaluate_preferences, model)  # (4)
+        before = evaluate_before(log, tokenizer, data, evaluate_preferences, model)  # (4)
         loop = train(log, model, tokenizer, data)  # (3)
         trained = sum_up(loop)
         tuned, differences = save(log, loop, tokenizer)
-        after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
+        after = evaluate_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
         draw_log_probs(log, before, after)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

@@ -223,6 +223,7 @@ class RunConfig(
         Raises:
             BadInputError: as when a run is made, or it has a setting that this code does not know.
         """
+        config = {name: value for name, value in config.items() if (name, value) not in GONE.items()}
         unknown = config.keys() - DEFAULTS.keys()
         if unknown:
             raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, unknown to this code.")
@@ -242,6 +243,8 @@ class RunConfig(
 
 
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
+GONE = {"max_batch_tokens": 0, "prefetch": 1, "wrap": "layers"}
+"""Settings that older records have, with their defaults, at which they asked for nothing."""
 
 
 def _bytes_in(name: str) -> int:
@@ -445,16 +448,6 @@ def _about_padding(run: RunConfig) -> tuple[Rule, ...]:
         (
             run.is_padding_free and run.attention == "eager",
             "padding_free is yes, but attention is eager, which does not separate rows: pass --attention sdpa.",
-        ),
-        (
-            run.max_batch_tokens and run.padding_free == "no",
-            f"max_batch_tokens is {run.max_batch_tokens}, but padding_free is no, and padded rows are computed at "
-            "once: leave --padding_free out, or lower --per_device_train_batch_size.",
-        ),
-        (
-            run.max_batch_tokens and run.pad_to_multiple_of,
-            f"max_batch_tokens is {run.max_batch_tokens}, but pad_to_multiple_of is {run.pad_to_multiple_of}, and "
-            "padded rows are computed at once: leave one of the two out.",
         ),
     )
 

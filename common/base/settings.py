@@ -293,13 +293,6 @@ class TrainingSettings:
         "auto = where the model's attention can separate them.",
         only_for=CHATS_WITHOUT_PP,
     )
-    max_batch_tokens: int = setting(
-        0,
-        "With padding_free: tokens that a rank computes at once, at most; its rows of a step are divided accordingly, "
-        "which changes memory but not the step. 0 = all at once.",
-        within=AT_LEAST_0,
-        only_for=CHATS_WITHOUT_PP,
-    )
     train_sampling_strategy: Literal["auto", "random", "group_by_length"] = setting(
         "auto",
         "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
@@ -416,18 +409,6 @@ class ParallelismSettings:
         "With pp: equal parts of a batch, which the stages work on at the same time.",
         within=HELD_1,
         only_for=PP,
-    )
-    wrap: str = setting(
-        "layers",
-        "With fsdp: classes of the modules that are gathered one at a time, with commas between; layers = the "
-        "model's own layers.",
-        only_for=FSDP,
-    )
-    prefetch: int = setting(
-        1,
-        "With fsdp: wrapped modules that are gathered ahead of the one at work.",
-        within=HELD_0,
-        only_for=FSDP,
     )
     dp_replicate_size: int = setting(
         1,

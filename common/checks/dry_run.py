@@ -232,8 +232,7 @@ def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
 def verdict(plan: Plan, number: int) -> str:
     """Return what the closed form says of a training step on device `number`, and whether its GPU holds it."""
     memory, gpu = plan.devices[number], plan.cluster.gpus[number]
-    may_fit = "tight" if memory.peak_gib <= gpu.memory_gib else "does not fit"
-    fits = "fits" if memory.safe_gib <= gpu.memory_gib else may_fit
+    fits = {"yes": "fits", "tight": "tight", "no": "does not fit"}[memory.verdict_on(gpu)]
     return (
         f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
         f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"

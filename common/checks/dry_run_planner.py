@@ -19,39 +19,32 @@ from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE
 from common.planning.job import Job
+from common.planning.memory_plan import DeviceMemory
 from common.planning.step_speed import generation_of
+from common.planning.terms import Term
 
 SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dry runs show no time"
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A way to train, and what its dry runs showed of one device, in GiB.
+    """A way to train, and what its dry runs showed of one device.
 
     Attributes:
-        parts_gib: Of the batch that was asked for, at the peak.
-        overhead_gib: What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several.
-        safe_gib: The peak with what published peaks had on top.
+        memory: Of the batch that was asked for, at the peak, with what a GPU needs besides: context, workspace, gaps,
+            and NCCL's buffers where there are several; its spread is what published peaks had on top.
         max_batch_size: Rows per device that fit: memory grows by as much for each.
     """
 
     run: RunConfig
     gpu: Gpu
-    parts_gib: dict[str, float]
-    overhead_gib: float
-    peak_gib: float
-    safe_gib: float
+    memory: DeviceMemory
     max_batch_size: int
 
     @property
-    def fits(self) -> bool:
-        """Whether the GPU is safe to hold it."""
-        return self.safe_gib <= self.gpu.memory_gib
-
-    @property
-    def may_fit(self) -> bool:
-        """Whether the GPU holds what is likely."""
-        return self.peak_gib <= self.gpu.memory_gib
+    def verdict(self) -> str:
+        """`yes`: the GPU is safe to hold it; `tight`: it holds what is likely; `no`."""
+        return self.memory.verdict_on(self.gpu)
 
     @property
     def name(self) -> str:
@@ -81,11 +74,10 @@ def answer_by_dry_runs(
         f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
     ]
     best = tried[0]
-    needs = (
-        f"{best.peak_gib:.1f} GiB, safe with {best.safe_gib:.1f}, of {best.gpu.memory_gib:.1f} on each {best.gpu.name}"
-    )
+    memory, gpu, may_fit = best.memory, best.gpu, best.verdict != "no"
+    needs = f"{memory.peak_gib:.1f} GiB, safe with {memory.safe_gib:.1f}, of {gpu.memory_gib:.1f} on each {gpu.name}"
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
-    advice = fitting if best.may_fit else f"Nothing fits. Nearest is {best.name}: {needs}"
+    advice = fitting if may_fit else f"Nothing fits. Nearest is {best.name}: {needs}"
     command, why_not = _command_of(best)
     if as_json:
         answer = {
@@ -102,7 +94,7 @@ def answer_by_dry_runs(
         table = f"{_table(tried)}\nsorted by {SORTED_BY}"
         last = f"Recommended: {advice}\nRun: {command or why_not}"
         print("\n\n".join([said[0], f"{said[1]}; every figure is projected", table, last]))
-    return 0 if best.may_fit else 1
+    return 0 if may_fit else 1
 
 
 def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:
@@ -110,29 +102,28 @@ def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Trie
     print(f"dry run: {run.technique}, {run.parallel} ...", file=sys.stderr, flush=True)
     rows = job.batch.rows
     result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * rows))
-    parts_gib = {part: size / GIB for part, size in result.peak.items()}
-    passing_gib = sum(parts_gib[part] for part in PASSING_PARTS)
-    overhead_gib = (
-        CONTEXT_GIB + generation_of(gpu).workspace_gib + GAP_SHARE * passing_gib + RANKS_GIB * (run.devices > 1)
-    )
-    safe_gib = result.peak_gib + overhead_gib + SPREAD_SHARE * passing_gib
+    passing = sum(result.peak[part] for part in PASSING_PARTS)
+    own_gib = CONTEXT_GIB + generation_of(gpu).workspace_gib + RANKS_GIB * (run.devices > 1)
+    parts = {**result.peak, "overhead": own_gib * GIB + GAP_SHARE * passing}
+    terms = tuple(Term(part, "by dry run", "", size) for part, size in parts.items())
+    memory = DeviceMemory(result.peak_segment, terms, spread=SPREAD_SHARE * passing)
     row_gib = (doubled.peak_gib - result.peak_gib) / rows
-    max_rows = max(0, rows + math.floor((gpu.memory_gib - safe_gib) / row_gib))
-    tried = Tried(run, gpu, parts_gib, overhead_gib, result.peak_gib + overhead_gib, safe_gib, max_rows)
-    if tried.fits or checkpointing is not None:
+    max_rows = max(0, rows + math.floor((gpu.memory_gib - memory.safe_gib) / row_gib))
+    tried = Tried(run, gpu, memory, max_rows)
+    if tried.verdict == "yes" or checkpointing is not None:
         return tried
     return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
 
 
-def _rank(tried: Tried) -> tuple[bool, bool, int, float]:
+def _rank(tried: Tried) -> tuple[int, int, float]:
     """What fits comes first, what is tight after what is not, then the better technique, then what needs less."""
-    technique = list(TECHNIQUES).index(tried.run.technique) if tried.may_fit else 0
-    return not tried.may_fit, not tried.fits, technique, tried.peak_gib
+    technique = list(TECHNIQUES).index(tried.run.technique) * (tried.verdict != "no")
+    return ("yes", "tight", "no").index(tried.verdict), technique, tried.memory.peak_gib
 
 
 def _command_of(best: Tried) -> tuple[str, str]:
     """Return the command that starts the run, or why there is none."""
-    if not best.may_fit:
+    if best.verdict == "no":
         return "", "nothing yet."
     gpu = best.gpu.name if best.gpu in CATALOGUE else ""
     device = "cpu" if best.gpu.name == CPU_DEVICE else "cuda"
@@ -147,8 +138,8 @@ def _table(tried: Sequence[Tried]) -> str:
         [
             each.name,
             each.run.precision,
-            "yes" if each.fits else "tight" if each.may_fit else "no",
-            f"{each.peak_gib:.1f} to {each.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
+            each.verdict,
+            f"{each.memory.peak_gib:.1f} to {each.memory.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
         for each in tried
@@ -159,12 +150,11 @@ def _table(tried: Sequence[Tried]) -> str:
 
 def _as_json(tried: Tried) -> dict[str, object]:
     device = {
-        **{f"{part}_gib": size for part, size in tried.parts_gib.items()},
-        "overhead_gib": tried.overhead_gib,
-        "peak_gib": tried.peak_gib,
-        "safe_gib": tried.safe_gib,
+        **{f"{part}_gib": gib for part, gib in tried.memory.parts_gib.items()},
+        "peak_gib": tried.memory.peak_gib,
+        "safe_gib": tried.memory.safe_gib,
         "capacity_gib": tried.gpu.memory_gib,
-        "fits": tried.fits,
+        "fits": tried.verdict == "yes",
     }
     return {
         "technique": tried.run.technique,
@@ -174,5 +164,5 @@ def _as_json(tried: Tried) -> dict[str, object]:
         "per_device": [{"device": number, **device} for number in range(tried.run.devices)],
         "max_batch_size": tried.max_batch_size,
         **dict.fromkeys(("step_time_s", "tokens_per_s", "tokens_per_s_best", "cost_usd_per_epoch")),
-        "why": f"by dry run: {tried.peak_gib:.1f} of {tried.gpu.memory_gib:.1f} GiB",
+        "why": f"by dry run: {tried.memory.peak_gib:.1f} of {tried.gpu.memory_gib:.1f} GiB",
     }

@@ -46,7 +46,7 @@ from common.tasks.preferences import REFERENCES
 from common.training.answer_logits import tell_of_answers
 from common.training.optimizers import make_optimizer
 from common.training.part import Part
-from common.training.pipeline import PassClock, Pipeline, StageModule, hidden_dtype
+from common.training.pipeline import PassClock, Pipeline, hidden_dtype
 from common.training.pipeline_parallel import Stage
 
 WHOLE = Share(())  # both ends; the model says how many layers there are
@@ -269,7 +269,7 @@ def on_cpu(run: RunConfig) -> RunConfig:
     """Return the run as one rank takes its steps on a CPU, without the kernels that take no fake tensors."""
     alone = {} if run.parallelism.pipelines else {"parallel": "single", "devices": 1}
     kernels = {"attention": "sdpa", "use_liger_kernel": False, "torch_compile": False}
-    return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto", max_batch_tokens=0)
+    return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto")
 
 
 def make_optimizer_states(part: Part, tracker: Watch) -> None:
@@ -289,10 +289,10 @@ def stage_alone(
 ) -> Iterator[Stage]:
     """Make `model` a stage of the run's pipeline without other stages; `tracker` is told when a pass begins."""
     alone, rank = on_cpu(run), Rank(number, run.devices, "cpu", "python")
-    pipeline = Pipeline(StageModule(model, alone, rank), alone, rank)
+    pipeline = Pipeline(model, alone, rank)
     begins = {
-        "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
-        "backward": f"backward: {HEAD_AND_LOSS if pipeline.module.is_last else HANDING_ON}",
+        "forward": "forward: embeddings" if pipeline.is_first else "forward: received hidden state",
+        "backward": f"backward: {HEAD_AND_LOSS if pipeline.is_last else HANDING_ON}",
     }
 
     def timed(kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +302,7 @@ def stage_alone(
 
     pipeline.clock.timed = timed
     if not padded:  # that a mask is of ones alone cannot be read from a fake one
-        pipeline.module.register_forward_pre_hook(
+        pipeline.register_forward_pre_hook(
             lambda _, given, named: (given, {**named, "attention_mask": None}), with_kwargs=True
         )
     without_a_vote = mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _know_shapes, create=True)

@@ -61,7 +61,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
     if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
-        check_checkpoint(run, detect_launcher(), len(splits.train), digests_of(splits))
+        check_checkpoint(run, detect_launcher(), digests_of(splits))
     check_tokens(splits, tokenizer, run)
     check_rows_readable(run, splits, tokenizer)
     return check_placement_and_memory(run, splits, tokenizer)

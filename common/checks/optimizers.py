@@ -1,20 +1,17 @@
 """Optimizers and schedules of the learning rate, tried on a few weights before a model loads."""
 
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice
 from common.models.loading import weight_dtype
-from common.tasks.objectives import objective_of
-from common.training.optimizers import make_schedule, optimizer_class, waits_for_validation, warmup_steps
+from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 
-SCHEDULES = tuple(each.value for each in SchedulerType)
+OTHER_OPTIMIZERS = f"Choose another one, such as {', '.join(SHARDED_OPTIMIZERS)}."
+OTHER_SCHEDULES = "Choose another one, such as cosine, linear or constant_with_warmup."
 WIDTH = 320
 """Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
@@ -22,14 +19,32 @@ WIDTH = 320
 def check_optimizer(run: RunConfig) -> None:
     """Refuse an optimizer that Transformers does not know, or that cannot be built, or work, in this run.
 
+    It is built for a square of weights, and on the CPU takes a step.
+
     Raises:
-        BadInputError: with the reason, and the names of those that can.
+        BadInputError: with the reason, and the names of some that can.
     """
-    names = [each.value for each in OptimizerNames]
-    check_choice("optim", run.optim, names)
+    check_choice("optim", run.optim, [each.value for each in OptimizerNames])
     if run.optim in SHARDED_OPTIMIZERS:  # PyTorch's own
         return
-    _check_tried(run, "optim", names, _try_optimizer)
+    weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
+    what = f"optim is {run.optim}, which"
+    with reading(what, OTHER_OPTIMIZERS, "built"):
+        kind, settings = optimizer_class(weights, run)
+    if "model" in settings or "optimizer_dict" in settings:
+        raise BadInputError(
+            f"{what} takes its steps in the backward pass, before gradients are checked and clipped. {OTHER_OPTIMIZERS}"
+        )
+    if hasattr(kind, "train"):
+        raise BadInputError(
+            f"{what} has weights to train and others to validate by, which the loop does not switch. {OTHER_OPTIMIZERS}"
+        )
+    with reading(what, OTHER_OPTIMIZERS, "built"):
+        optimizer = kind(weights.parameters(), **settings)
+        if run.device == "cpu":  # a GPU that only looks ahead is left alone
+            for weight in weights.parameters():
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
 
 
 def check_schedule_name(run: RunConfig) -> None:
@@ -38,70 +53,28 @@ def check_schedule_name(run: RunConfig) -> None:
     Raises:
         BadInputError: with the names of those that it does.
     """
-    check_choice("lr_scheduler_type", run.lr_scheduler_type, SCHEDULES)
+    check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
 
 
 def check_schedule(run: RunConfig, steps: int) -> None:
-    """Refuse a learning-rate schedule that Transformers does not know, or that cannot be followed in this run.
+    """Refuse a learning-rate schedule that cannot be followed in this run, of so many steps.
 
-    `steps`: the optimizer's, of the whole run.
+    It is followed where its formula changes: at its ends and those of its warm-up.
 
     Raises:
-        BadInputError: with the reason, and the names of those that can.
+        BadInputError: with the reason, and the names of some that can.
     """
     check_schedule_name(run)
-    _check_tried(run, "lr_scheduler_type", SCHEDULES, lambda each: _try_schedule(each, steps))
-
-
-def _check_tried(run: RunConfig, setting: str, names: Iterable[str], attempt: Callable[[RunConfig], object]) -> None:
-    def works(name: str) -> bool:
-        try:
-            with warnings.catch_warnings(action="ignore"):  # nobody has asked for these
-                attempt(replace(run, **{setting: name}))
-        except BadInputError:
-            return False
-        return True
-
-    try:
-        attempt(run)
-    except BadInputError as refused:
-        raise BadInputError(f"{refused} In this run these work: {', '.join(filter(works, names))}.") from None
-
-
-def _try_optimizer(run: RunConfig) -> None:
-    """Build the optimizer for a square of weights, and on the CPU take a step."""
-    weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
-    what = f"optim is {run.optim}, which"
-    with reading(what, done="built"):
-        kind, settings = optimizer_class(weights, run)
-    if "model" in settings or "optimizer_dict" in settings:
-        raise BadInputError(f"{what} takes its steps in the backward pass, before gradients are checked and clipped.")
-    if hasattr(kind, "train"):
-        raise BadInputError(f"{what} has weights to train and others to validate by, which the loop does not switch.")
-    with reading(what, done="built"):
-        optimizer = kind(weights.parameters(), **settings)
-        if run.device == "cpu":  # a GPU that only looks ahead is left alone
-            for weight in weights.parameters():
-                weight.grad = torch.ones_like(weight)
-            optimizer.step()
-
-
-def _try_schedule(run: RunConfig, steps: int) -> None:
-    """Build the schedule, and follow it where its formula changes: at its ends and those of its warm-up."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
-    with reading(what, done="followed"):
+    with reading(what, OTHER_SCHEDULES, "followed"):
         schedule = make_schedule(optimizer, run, steps)
-        if not waits_for_validation(schedule):
-            warmup = warmup_steps(run, steps)
+        if isinstance(schedule, LambdaLR):
+            warmup = training_arguments(run).get_warmup_steps(steps)
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    if objective_of(run).higher_is_better:
-        raise BadInputError(f"{what} waits for a lower loss, but this task is validated by a score that is to rise.")
-    if max(schedule.min_lrs) > run.peak_learning_rate:
-        raise BadInputError(
-            f"{what} keeps the learning rate above {max(schedule.min_lrs)}, but learning_rate is "
-            f"{run.peak_learning_rate}."
-        )
+    raise BadInputError(
+        f"{what} follows what validations find, but the learning rate here follows the steps alone. {OTHER_SCHEDULES}"
+    )

@@ -53,7 +53,6 @@ from common.planning.run_jobs import with_head_for
 from common.planning.time_plan import (
     MEASURED,
     Cluster,
-    break_even_gbit,
     calibration_from,
     faster_from_gbit,
     parse_link,
@@ -137,7 +136,6 @@ class PlannerOptions:
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
     usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
-    against_nodes: int | None = setting(None, "Compare the bill with the same GPUs on so many machines.")
     explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
     json: bool = setting(False, "Print JSON.")
 
@@ -149,7 +147,7 @@ class PlannerOptions:
         """
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
                      "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
-                     "usd_per_hour", "against_nodes"):  # fmt: skip
+                     "usd_per_hour"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
                 raise BadInputError(
@@ -427,7 +425,6 @@ def answer(options: PlannerOptions) -> int:
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
     alone, figures_alone = one_machine_alone(shared, calibration) if shared else ("", {})
-    compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
 
     def command_of(plan: Plan) -> str:
         return run_command(plan, options.model, options.model_revision)
@@ -450,7 +447,6 @@ def answer(options: PlannerOptions) -> int:
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
         alone,
-        compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
     ]
@@ -481,25 +477,6 @@ def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[
         f"{cluster.slowest_link.name}, one alone {alone.tokens_per_s:,.0f}: more machines {pays}"
     )
     return said, figures
-
-
-def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:
-    """Compare with the same GPUs on several machines: time, bill, and the network that would bill no more.
-
-    Raises:
-        BadInputError: the plan is not data-parallel.
-    """
-    if not plan.job.parallelism.splits_rows:
-        raise BadInputError("--against-nodes compares data-parallel plans: pass --parallel ddp or fsdp.")
-    spread = replace(plan.cluster, nodes=nodes, link=None)
-    other = make_plan(plan.architecture, plan.job, spread, calibration)
-    gbit = break_even_gbit(plan.architecture, plan.job, plan.cluster, spread, calibration)
-    network = "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s between them would do"
-    return (
-        f"on {nodes} machines over {spread.slowest_link.name} a step takes "
-        f"{other.time.total_s / plan.time.total_s:.2f} times as long, and at the same price per GPU bills as much "
-        f"more; to bill no more, {network}"
-    )
 
 
 @refused_in_one_sentence()

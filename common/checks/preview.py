@@ -16,9 +16,8 @@ from common.base.parsing import OneSentenceParser, parse_overrides, settings_par
 from common.base.run_config import LARGEST, RunConfig, check_choice
 from common.base.specs import TASKS
 from common.data.pairs import prompt_length
-from common.data.plain_texts import is_plain
 from common.data.row_checks import digest
-from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens, first_tokens, tokens_in
+from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens, first_tokens, is_plain, tokens_in
 from common.data.splits import check_tokens, load_splits, tokens_of
 from common.models.loading import load_tokenizer
 

@@ -17,25 +17,21 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels
-from common.data.stored_rows import take
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, take, tokens_in, without_labels
 from common.planning.job import BatchShape
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
 def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
-    """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end within a budget.
+    """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end.
 
     In validation they are always padded. Of rows end to end lengths and labels are means, rounded up.
     """
     longest = heapq.nlargest(batch_size, rows, key=tokens_in)
     if is_training and run.is_padding_free:
-        lengths = list(map(tokens_in, longest))
-        budget = run.max_batch_tokens or sum(lengths)  # shorter rows may fill it better than the longest do
-        tokens, learnt = min(sum(lengths), budget), min(sum(map(labels_in, longest)), budget)
-        count = len(within_budget(lengths, run.max_batch_tokens)[0])
-        return BatchShape(count, -(-tokens // count), -(-learnt // count))
+        tokens, learnt = sum(map(tokens_in, longest)), sum(map(labels_in, longest))
+        return BatchShape(len(longest), -(-tokens // len(longest)), -(-learnt // len(longest)))
     return replace(resolve_name(run.goal.rows)(run).shape(longest, rows), task=run.task)
 
 
@@ -59,12 +55,10 @@ def make_collator(
 
 
 def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the places of rows in groups of at most `max_tokens` tokens; 0: in one group.
+    """Return the places of rows in groups of at most `max_tokens` tokens.
 
     Each row goes to the first group that has room for it (first fit), and into one of its own where none has.
     """
-    if not max_tokens:
-        return [list(range(len(lengths)))]
     groups: list[list[int]] = []
     room: list[int] = []
     for place, length in enumerate(lengths):
@@ -136,12 +130,10 @@ class EpochBatches(Sampler[list[int]]):
         seed: int,
         accumulation_steps: int = 1,
         sorted_steps: int = SORTED_STEPS,
-        max_tokens: int = 0,
     ) -> None:
-        """Draw rows of these `lengths`, in tokens: `batch_size` per rank and micro-batch, `max_tokens` at once."""
+        """Draw rows of these `lengths`, in tokens: `batch_size` per rank and micro-batch."""
         self.lengths, self.batch_size, self.accumulation_steps = lengths, batch_size, accumulation_steps
         self.world_size, self.rank, self.seed, self.sorted_steps = world_size, rank, seed, sorted_steps
-        self.max_tokens = max_tokens
         self.epoch = 0
         self._draw_from([list(range(len(lengths)))], batch_size * world_size)
 
@@ -190,16 +182,6 @@ class EpochBatches(Sampler[list[int]]):
         there, back = rank, 2 * self.world_size - 1 - rank
         own = [row for place, row in enumerate(rows) if place % (2 * self.world_size) in (there, back)]
         return own or [NO_ROW]
-
-    def own_within_budget(self, rows: list[int]) -> list[list[int]]:
-        """Return this rank's share in batches of at most `max_tokens`, as many as the rank with the most of them has.
-
-        So that all ranks gather weights as often; those that a rank lacks are `NO_ROW`.
-        """
-        shares = [self.share(rows, rank) for rank in range(self.world_size)]
-        of_ranks = [within_budget([self.lengths[row] for row in share], self.max_tokens) for share in shares]
-        own = [[shares[self.rank][place] for place in places] for places in of_ranks[self.rank]]
-        return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))
 
     def global_batches(self) -> Iterator[list[int]]:
         """Yield the rows that all ranks compute at once; the same on every rank."""

@@ -19,8 +19,7 @@ from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from common.base.errors import BadInputError, reading
-from common.data.rows import Found, Row, RowKind
-from common.data.stored_rows import BATCH_ROWS, stored
+from common.data.rows import BATCH_ROWS, Found, Row, RowKind, stored
 from common.data.tables import parse_csv, parse_json, parse_paragraphs
 from common.data.tool_calls import as_written
 

@@ -9,25 +9,28 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
+from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES, TEXT_FILE
 from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
-from common.data.plain_texts import continuation_of, is_plain, opening_of, tokenize_plain
-from common.data.row_checks import check_budget, say_once
+from common.data.row_checks import say_once
 from common.data.rows import (
-    IGNORED_LABEL,
     Found,
     Row,
     RowKind,
     Tokens,
+    batches_of,
+    continuation_of,
     first_tokens,
+    is_plain,
+    labels_in,
+    opening_of,
     place_of,
     placed,
     places_of,
     said_in,
-    tokens_in,
+    stored,
 )
-from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
 
@@ -166,17 +169,6 @@ def answer_of(row: Row) -> str:
     return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
 
 
-def has_labels(tokens: Tokens) -> bool:
-    """Return whether some token of a row is to be learnt."""
-    return any(label != IGNORED_LABEL for label in tokens["labels"])
-
-
-def _is_answer_cut(whole: Tokens, max_length: int) -> bool:
-    """Return whether something that is to be learnt lies beyond `max_length`."""
-    learnt_beyond = any(label != IGNORED_LABEL for label in whole["labels"][max_length:])
-    return learnt_beyond or len(whole.get("rejected_ids", ())) > max_length
-
-
 def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
 
@@ -194,7 +186,7 @@ def tokens_to_learn(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
     encode_rows: Callable[[list[Row]], list[Tokens]],
-    is_learnt: Callable[[Tokens], bool] = has_labels,
+    is_learnt: Callable[[Tokens], object] = labels_in,
     lacking: str = "token to learn",
 ) -> Sequence[Tokens]:
     """Return rows as tokens by `encode_rows`, cut to `max_length`.
@@ -208,7 +200,28 @@ def tokens_to_learn(
     """
     without: list[Row] = []
     cut: list[Row] = []
-    tokenized = stored(_learnt_rows(rows, tokenizer, run, encode_rows, is_learnt, without, cut))
+    checked: set[tuple[str, ...]] = set()
+
+    def learnt_rows() -> Iterator[Tokens]:
+        for batch in batches_of(rows, "tokenizing"):
+            for row in batch:
+                turns = tuple(turns_of(row))
+                if turns not in checked:
+                    check_template(row, turns, tokenizer)
+                    checked.add(turns)
+            for row, whole in zip(batch, encode_rows(batch), strict=True):
+                tokens = first_tokens(whole, run.max_length)
+                is_cut = labels_in(tokens) < labels_in(whole) or len(whole.get("rejected_ids", ())) > run.max_length
+                if is_cut and run.long_texts == "refuse":
+                    cut.append(row)
+                if "picture" in row:
+                    check_picture_kept(row, whole, run.max_length, tokenizer)
+                if is_learnt(tokens):
+                    yield tokens
+                else:
+                    without.append(row)
+
+    tokenized = stored(learnt_rows())
     if cut:
         raise BadInputError(
             f"{len(cut):,} of {len(rows):,} rows have answers that go beyond max_length, {run.max_length}, tokens "
@@ -226,34 +239,29 @@ def tokens_to_learn(
     return tokenized
 
 
-def _learnt_rows(
-    rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunConfig,
-    encode_rows: Callable[[list[Row]], list[Tokens]],
-    is_learnt: Callable[[Tokens], bool],
-    without: list[Row],
-    cut: list[Row],
-) -> Iterator[Tokens]:
-    """Yield the tokens of rows; those without a token to learn go into `without`.
+# -- plain text
 
-    Those with a cut answer go into `cut`, if they are to be refused.
+
+def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt.
+
+    Raises:
+        BadInputError: `train_on` asks for a part of a row, which plain text does not have.
     """
-    checked: set[tuple[str, ...]] = set()
-    for batch in batches_of(rows, "tokenizing"):
-        for row in batch:
-            turns = tuple(turns_of(row))
-            if turns not in checked:
-                check_template(row, turns, tokenizer)
-                checked.add(turns)
-        for row, whole in zip(batch, encode_rows(batch), strict=True):
-            tokens = first_tokens(whole, run.max_length)
-            if run.long_texts == "refuse" and _is_answer_cut(whole, run.max_length):
-                cut.append(row)
-            check_budget(tokens_in(tokens), row, run)
-            if "picture" in row:
-                check_picture_kept(row, whole, run.max_length, tokenizer)
-            if is_learnt(tokens):
-                yield tokens
-            else:
-                without.append(row)
+    if run.train_on not in ("assistant", "all"):
+        raise BadInputError(
+            f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
+            "--train_on out."
+        )
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def pieces() -> Iterator[Tokens]:
+        for batch in batches_of(rows, "tokenizing"):
+            for text in tokenizer([row["text"] for row in batch], **AS_TEXT)["input_ids"]:
+                ids = [*text, *end]
+                for start in range(0, len(ids), run.max_length):
+                    piece = ids[start : start + run.max_length]
+                    if len(piece) > 1:  # a single token predicts nothing
+                        yield {"input_ids": piece, "attention_mask": [1] * len(piece), "labels": list(piece)}
+
+    return stored(pieces())

@@ -15,13 +15,14 @@ from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
-from common.data.messages import check_conversation, has_labels, tokens_to_learn
+from common.data.messages import check_conversation, tokens_to_learn
 from common.data.rows import (
     IGNORED_LABEL,
     Found,
     Row,
     RowKind,
     Tokens,
+    labels_in,
     padded_shape,
     place_of,
     placed,
@@ -157,7 +158,7 @@ def prompt_length(row: Tokens) -> int:
 
 def _differ(row: Tokens) -> bool:
     """Return whether a pair that was cut still has two answers, which differ."""
-    has_both = has_labels(row) and len(row["rejected_ids"]) > prompt_length(row)
+    has_both = labels_in(row) > 0 and len(row["rejected_ids"]) > prompt_length(row)
     return has_both and row["input_ids"] != row["rejected_ids"]
 
 

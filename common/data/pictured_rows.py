@@ -15,9 +15,8 @@ from common.data.files import TABLES
 from common.data.formats import ROLES, are_messages, with_lists
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
-from common.data.plain_texts import is_plain
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind
+from common.data.rows import Found, Row, RowKind, is_plain
 
 PICTURE_COLUMNS = ("images", "image", "picture", "file_name")
 """Columns that hold a row's picture, or name its file; of several that are filled the first counts."""

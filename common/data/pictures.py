@@ -190,17 +190,6 @@ def with_noise(picture: Image.Image, noise: float) -> Image.Image:
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
 
 
-def collate_pictures(collate: Any, tokenizer: PreTrainedTokenizerBase, noise: float) -> Any:
-    """Return a collator of pictured rows: what `collate` makes of their tokens, and their pictures."""
-
-    def collate_both(rows: list[Tokens]) -> dict[str, torch.Tensor]:
-        references = [row["picture"] for row in rows]
-        texts = [{name: value for name, value in row.items() if name != "picture"} for row in rows]
-        return {**collate(texts), **pixels_of(references, tokenizer, noise)}
-
-    return collate_both
-
-
 # -- as tokens
 
 

@@ -12,8 +12,7 @@ from common.base.inert import printable
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.data.rows import Row, Splits, Tokens, place_of, places_of, texts_of, tokens_in
-from common.data.stored_rows import take
+from common.data.rows import Row, Splits, Tokens, places_of, take, texts_of, tokens_in
 
 ENOUGH_STEPS = 100
 """Optimizer steps below which a new user's rows have probably not been learnt yet."""
@@ -70,20 +69,6 @@ def digest(row: Row) -> bytes:
     """Return a digest of a row's texts, its label and its picture, whatever the texts' case and spacing."""
     texts = [*texts_of(row), str(row.get("label", "")), row.get("picture_digest", "")]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
-
-
-def check_budget(tokens: int, row: Row, run: RunConfig) -> None:
-    """Refuse a row of more tokens than are computed at once.
-
-    Raises:
-        BadInputError: with where it stands.
-    """
-    if run.max_batch_tokens and tokens > run.max_batch_tokens:
-        raise BadInputError(
-            f"{place_of(row)} has {tokens:,} tokens, but max_batch_tokens is {run.max_batch_tokens:,}: pass "
-            f"--max_batch_tokens {tokens} or more, or a --max_length of at most {run.max_batch_tokens}, at which rows "
-            "are cut."
-        )
 
 
 @cache

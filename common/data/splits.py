@@ -21,9 +21,8 @@ from common.data.control_tokens import check_control_tokens
 from common.data.files import TEXT_FILE, checked, is_url, splits_of_file, suffix_of, with_names
 from common.data.folders import files_of_splits, names_below
 from common.data.row_checks import check_ids, check_rows_apart, say_once
-from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named
-from common.data.stored_rows import take
-from common.data.texts import label_names, without_empty
+from common.data.rows import SPLIT_NAMES, SPLIT_WORDS, Found, Row, RowKind, Splits, Tokens, split_named, take
+from common.data.texts import label_names
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -75,8 +74,6 @@ def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Spli
     """
     kind = row_kind(run)
     splits = _read_splits(run, kind)
-    if run.empty_rows == "skip":
-        splits = splits.map(without_empty)
     splits = check_rows_apart(splits, run)
     limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
     cut = {name: getattr(splits, name)[:limit] for name, limit in limits.items() if limit > 0}

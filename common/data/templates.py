@@ -14,11 +14,10 @@ from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
-from common.data.control_tokens import control_token_in, control_tokens, marked
+from common.data.control_tokens import AS_TEXT, control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
-from common.data.plain_texts import is_plain, opening_ids
-from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
+from common.data.rows import IGNORED_LABEL, Row, Tokens, is_plain, opening_of, place_of
 from common.data.tool_calls import with_arguments_as_text
 
 PLAIN_TEMPLATE = (
@@ -85,7 +84,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str 
 def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return what each row's last answer follows, or how its plain text begins: what generation starts from."""
     if is_plain(rows):
-        return opening_ids(rows, tokenizer)
+        return tokenizer([opening_of(row["text"]) for row in rows], **AS_TEXT)["input_ids"]
     return _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, answer_follows=True)
 
 
@@ -96,17 +95,10 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -
     answers add to the tokens of the turns before them. A row with a picture has its tokens before all texts, and its
     `picture` to make numbers of.
     """
-    tokens = _encode_texts(rows, tokenizer, train_on)
-    if "picture" not in rows[0]:
-        return tokens
-    return [
-        {**without_picture_labels(each, tokenizer), "picture": row["picture"]}
-        for each, row in zip(tokens, rows, strict=True)
-    ]
-
-
-def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -> list[Tokens]:
-    if train_on != "assistant" or not tokenizer.is_fast or "picture" in rows[0]:
+    if "picture" in rows[0]:
+        by_turns = zip(_encode_by_turns(rows, tokenizer, train_on), rows, strict=True)
+        return [{**without_picture_labels(each, tokenizer), "picture": row["picture"]} for each, row in by_turns]
+    if train_on != "assistant" or not tokenizer.is_fast:
         return _encode_by_turns(rows, tokenizer, train_on)
     pattern, tokens, templates = control_tokens(tokenizer), [], {}
     ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
@@ -115,7 +107,10 @@ def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on:
         if own not in templates:
             templates[own] = training_template(tokenizer, own)
         if is_usual and templates[own]:
-            tokens += _encode_marked(list(group), tokenizer, templates[own], ends)
+            marks = {"chat_template": templates[own], "return_assistant_tokens_mask": True}
+            found = _applied(list(group), tokenizer, **marks)
+            for mask, ids in zip(found["assistant_masks"], found["input_ids"], strict=True):
+                tokens.append(_labelled(ids, _with_ends(mask, ids, ends)))
         else:
             tokens += _encode_by_turns(list(group), tokenizer, train_on, templates[own])
     return tokens
@@ -124,14 +119,6 @@ def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on:
 def _is_usual(row: Row, pattern: re.Pattern[str]) -> bool:
     """Return whether all answers of a row are learnt, and its texts have no control tokens."""
     return not any(map(is_left_out, row["messages"])) and control_token_in(row, pattern) is None
-
-
-def _encode_marked(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, template: str, ends: list[list[int]]
-) -> list[Tokens]:
-    encoded = _applied(rows, tokenizer, chat_template=template, return_assistant_tokens_mask=True)
-    learnt = (_with_ends(*each, ends) for each in zip(encoded["assistant_masks"], encoded["input_ids"], strict=True))
-    return list(map(_labelled, encoded["input_ids"], learnt))
 
 
 def _with_ends(mask: list[int], ids: list[int], ends: list[list[int]]) -> list[int]:

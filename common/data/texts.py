@@ -17,10 +17,24 @@ from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
-from common.data.stored_rows import batches_of, stored, take
+from common.data.rows import (
+    Found,
+    Row,
+    RowKind,
+    Splits,
+    Tokens,
+    batches_of,
+    padded_shape,
+    placed,
+    places_of,
+    shown,
+    stored,
+    take,
+)
 from common.planning.job import BatchShape
 
+LIMITS = {"text": "max_length", "summary": "max_target_length"}
+"""The setting that says how many tokens of a row's text, and of its summary, are read or learnt."""
 MOST_LABELS, MOST_LABELS_SAID = 100, 20
 """In a record and in a line, of the commonest: there may be hundreds of thousands."""
 
@@ -65,21 +79,30 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
-    """Yield the rows with their columns by key; `columns` has the name of each in the data.
+    """Yield the rows with their columns by key, and say how many are left out, if some may be empty.
+
+    `columns` has the name of each in the data.
 
     Raises:
         BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
     """
     empty: dict[str, list[str]] = {key: [] for key in columns}
+    filled = left_out = 0
     for row, where in found:
         by_key = _columns_of(row, where, columns)
-        for key, value in by_key.items():
-            if not value.strip():
-                empty[key].append(where.removeprefix(f"{source}, "))
-        yield placed(by_key, where)
+        lacking = [key for key, value in by_key.items() if not value.strip()]
+        for key in lacking:
+            empty[key].append(where.removeprefix(f"{source}, "))
+        if lacking:
+            left_out += 1
+        else:
+            filled += 1
+            yield placed(by_key, where)
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
+    if left_out:
+        say_once(f"{left_out:,} of {left_out + filled:,} rows have an empty column, and are left out")
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
@@ -95,15 +118,6 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
             )
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
-
-
-def without_empty(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows whose columns are all filled, and say once how many are left out."""
-    filled = [number for number, row in enumerate(rows) if all(value.strip() for value in row.values())]
-    if len(filled) == len(rows):
-        return rows
-    say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
-    return take(rows, filled)
 
 
 # -- labels
@@ -212,8 +226,6 @@ def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, 
     Raises:
         BadInputError: texts or summaries are too long, and must not be cut.
     """
-    if run.long_texts == "refuse":
-        _refuse_long(rows, "summary", run.max_target_length, "max_target_length", tokenizer)
 
     def summaries_of(batch: list[Row]) -> list[list[int]]:
         summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
@@ -228,8 +240,13 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     run: RunConfig,
 ) -> Sequence[Tokens]:
-    if run.long_texts == "refuse":
-        _refuse_long(rows, "text", run.max_length, "max_length", tokenizer)
+    for key, setting in LIMITS.items() if run.long_texts == "refuse" else ():
+        if long := _too_long(rows, key, tokenizer, run):
+            what = "texts" if key == "text" else "summaries"
+            raise BadInputError(
+                f"{len(long)} of {len(rows)} {what} have more than {getattr(run, setting)} tokens "
+                f"({places_of(take(rows, long))}): raise --{setting}, or pass --long_texts cut."
+            )
 
     def encoded() -> Iterator[Tokens]:
         limit = {"truncation": True, "max_length": run.max_length}
@@ -243,11 +260,10 @@ def _tokenize(
 
 def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
     """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
-    long = len(_too_long(rows, "text", run.max_length, tokenizer))
+    long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
     said = f"no training text has more than {run.max_length} tokens"
     if long:
         said = f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
-    cut = len(_too_long(rows, "summary", run.max_target_length, tokenizer)) if run.goal.summarizes else 0
     if not cut:
         return said
     return (
@@ -256,19 +272,10 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     )
 
 
-def _refuse_long(rows: Sequence[Row], key: str, limit: int, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if long := _too_long(rows, key, limit, tokenizer):
-        what = "texts" if key == "text" else "summaries"
-        raise BadInputError(
-            f"{len(long)} of {len(rows)} {what} have more than {limit} tokens ({places_of(take(rows, long))}): raise "
-            f"--{setting}, or pass --long_texts cut."
-        )
-
-
-def _too_long(rows: Sequence[Row], key: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the numbers of the rows whose `key`, text or summary, has more than `limit` tokens."""
-    argument = "text" if key == "text" else "text_target"
-    batches = batches_of(rows, "measuring")
+def _too_long(rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
+    """Return the numbers of the rows whose `key`, text or summary if they have one, has more tokens than its limit."""
+    argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
+    batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
     whole = (
         ids for batch in batches for ids in tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"]
     )

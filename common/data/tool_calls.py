@@ -124,21 +124,10 @@ def as_written(row: Row) -> Row:
     Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
     a tool of the row allows null for it; a text that holds JSON has its own keys alone.
     """
-    with_calls = [column for column, value in row.items() if isinstance(value, list) and any(map(_calls, value))]
-    tools, changed = row.get("tools"), {}
-    if isinstance(tools, list):
-        changed["tools"] = tools = _without_nulls(tools)
-    nullable = set(_nullable(tools)) if with_calls else set()
-    for column in with_calls:
-        changed[column] = [
-            {**message, "tool_calls": _without_nulls(message["tool_calls"], nullable)} if _calls(message) else message
-            for message in row[column]
-        ]
-    return {**row, **changed}
-
-
-def _calls(message: object) -> bool:
-    return isinstance(message, dict) and bool(message.get("tool_calls"))
+    tools = _without_nulls(row.get("tools"), is_inside=True)
+    nullable = set(_nullable(tools))
+    changed = {column: _without_nulls(value, nullable) for column, value in row.items()}
+    return {**changed, "tools": tools} if "tools" in row else changed
 
 
 def _nullable(declared: object) -> Iterator[str]:
@@ -148,19 +137,20 @@ def _nullable(declared: object) -> Iterator[str]:
         for each in declared:
             yield from _nullable(each)
     elif isinstance(declared, dict):
-        properties = declared.get("properties")
-        for name, schema in properties.items() if isinstance(properties, dict) else ():
-            if NULL_IN_SCHEMA.search(json.dumps(schema, default=str)):
-                yield name
-        for each in declared.values():
-            yield from _nullable(each)
+        for name, schema in declared.items():
+            yield from _nullable(schema)
+            if name == "properties" and isinstance(schema, dict):
+                yield from (each for each in schema if NULL_IN_SCHEMA.search(json.dumps(schema[each], default=str)))
 
 
-def _without_nulls(value: Any, nullable: Set[str] = frozenset()) -> Any:
-    """Return a value without keys of null in it, but for those that are `nullable`."""
+def _without_nulls(value: Any, nullable: Set[str] = frozenset(), is_inside: bool = False) -> Any:
+    """Return a value without keys of null inside calls of tools, but for those that are `nullable`."""
     if isinstance(value, list):
-        return [_without_nulls(each, nullable) for each in value]
+        return [_without_nulls(each, nullable, is_inside) for each in value]
     if isinstance(value, dict):
-        kept = (key for key, each in value.items() if each is not None or key in nullable)
-        return {key: _without_nulls(value[key], nullable) for key in kept}
+        return {
+            key: _without_nulls(each, nullable, is_inside or key == "tool_calls")
+            for key, each in value.items()
+            if each is not None or not is_inside or key in nullable
+        }
     return value

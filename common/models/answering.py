@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, weight_dtype
-from common.models.stages import Sharing, StageMap, load_stage
+from common.models.stages import Sharing, load_stage
 from common.planning.architectures import UnknownArchitectureError
 from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
 from common.planning.run_jobs import answering_architecture
@@ -67,18 +67,11 @@ def load_answering(
     if stages == 1:
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)
     sharing = Sharing(rank.rank % stages, stages, rank.rank // stages, rank.world_size // stages)
-    model = load_stage(run, answering_map(run, stages), sharing.stage, rank.device, source, quantized)
-    return in_stages(model, sharing, weight_dtype(run), _group_of(run, rank, stages))
-
-
-def answering_map(run: RunConfig, stages: int) -> StageMap:
-    """Return which stage of a model that answers holds which module."""
     architecture = answering_architecture(run)
-    return device_map_of(architecture, answering_shares(architecture, stages), range(stages))
-
-
-def _group_of(run: RunConfig, rank: Rank, stages: int) -> dist.ProcessGroup | None:
-    return _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
+    stage_map = device_map_of(architecture, answering_shares(architecture, stages), range(stages))
+    model = load_stage(run, stage_map, sharing.stage, rank.device, source, quantized)
+    group = _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
+    return in_stages(model, sharing, weight_dtype(run), group)
 
 
 @lru_cache(maxsize=1)  # models are loaded several times, and every rank makes all groups
@@ -103,7 +96,8 @@ def in_stages(
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not sharing.is_first:
-            hidden = torch.empty((*input_ids.shape, _width(model)), dtype=dtype, device=model.device)
+            shape = (*input_ids.shape, model.config.get_text_config().hidden_size)
+            hidden = torch.empty(shape, dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)
             input_ids, kwargs["inputs_embeds"] = None, hidden
         cache = kwargs.get("past_key_values")
@@ -118,23 +112,16 @@ def in_stages(
     def answer_stage(*args: Any, **kwargs: Any) -> Any:
         output = answer(*args, **kwargs)
         if not sharing.is_last:  # what came through in the head's place is a hidden state
-            output.logits = output.logits.new_empty(_shape_of_logits(model, output.logits))
+            hidden, texts = output.logits, model.config.get_text_config()
+            generates = model.can_generate()
+            shape = (*hidden.shape[:-1], texts.vocab_size) if generates else (len(hidden), model.config.num_labels)
+            output.logits = hidden.new_empty(shape)
         output.logits = output.logits.contiguous()
         dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
         return output
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
     return model
-
-
-def _width(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().hidden_size
-
-
-def _shape_of_logits(model: PreTrainedModel, hidden: torch.Tensor) -> tuple[int, ...]:
-    if model.can_generate():
-        return (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
-    return (len(hidden), model.config.num_labels)
 
 
 def _count_own_layers(body: torch.nn.Module) -> list[int]:

@@ -1,7 +1,7 @@
 """Models of which each rank has its part from the start, as DTensors: no rank ever has, or reads, the whole of one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,33 +17,24 @@ from common.models.quantization import is_quantized
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import BACKENDS, Rank
 
-
-@dataclass(frozen=True)
-class Division:
-    """How weights are divided among ranks.
-
-    Attributes:
-        mesh: The ranks, in a row; its device type is where their parts are to be.
-        along: The dimension along which a weight of this name is divided; None where every rank has it whole.
-    """
-
-    mesh: DeviceMesh
-    along: Callable[[str], int | None]
-
-    def divide(self, name: str, module: nn.Module) -> None:
-        """Replace a module's own weights by this rank's parts of them, which have memory of their own."""
-        for own, weight in list(module.named_parameters(recurse=False)):
-            dimension = self.along(f"{name}.{own}" if name else own)
-            if dimension is not None and not isinstance(weight, DTensor):  # a tied one was divided where it is read
-                plain = weight.detach().as_subclass(torch.Tensor)
-                part = distribute_tensor(plain, self.mesh, [Shard(dimension)], src_data_rank=None)  # nothing is sent
-                part = nn.Parameter(part, requires_grad=weight.requires_grad)
-                part.__dict__.update(weight.__dict__)  # of 4 bits: how they were quantized
-                setattr(module, own, part)
+Along = Callable[[str], int | None]
+"""By a weight's name, the dimension along which it is divided; None where every rank has it whole."""
 
 
-def load_divided(run: RunConfig, device: str, division: Division) -> PreTrainedModel:
-    """Load the run's base, of which this rank gets its part, on `device`, where the mesh of `division` is.
+def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None:
+    """Replace a module's own weights by this rank's parts of them, which have memory of their own."""
+    for own, weight in list(module.named_parameters(recurse=False)):
+        dimension = along(f"{name}.{own}" if name else own)
+        if dimension is not None and not isinstance(weight, DTensor):  # a tied one was divided where it is read
+            plain = weight.detach().as_subclass(torch.Tensor)
+            part = distribute_tensor(plain, mesh, [Shard(dimension)], src_data_rank=None)  # nothing is sent
+            part = nn.Parameter(part, requires_grad=weight.requires_grad)
+            part.__dict__.update(weight.__dict__)  # of 4 bits: how they were quantized
+            setattr(module, own, part)
+
+
+def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) -> PreTrainedModel:
+    """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
 
     Of files it reads its slices alone. Random weights, and those that are quantized, are whole module by module.
 
@@ -51,26 +42,18 @@ def load_divided(run: RunConfig, device: str, division: Division) -> PreTrainedM
         BadInputError: as `load_base_model`.
     """
     if run.weights == "random" or run.method.quantizes:
-        return load_base_model(run, {"": device}, each=division.divide)
+        return load_base_model(run, {"": device}, each=partial(divide, mesh, along))
     kind = model_class(run, any_shape_config(run.model, run.model_revision))
 
     def divide_all(model: PreTrainedModel) -> None:
         for name, module in model.named_modules():
-            division.divide(name, module)
+            divide(mesh, along, name, module)
 
     model = load_pretrained(ending_with(kind, divide_all), run, {"": device})
-    _own_memory(model)
-    return model
-
-
-def _own_memory(model: PreTrainedModel) -> None:
-    """Copy parts out of the mapped files that they are slices of: whoever copies such a one copies its whole weight."""
-    for weight in model.parameters():
-        if (
-            isinstance(weight, DTensor)
-            and weight._local_tensor.untyped_storage().nbytes() > weight._local_tensor.nbytes
-        ):
+    for weight in model.parameters():  # out of the mapped file: whoever copies a slice of it copies its whole weight
+        if isinstance(weight, DTensor) and weight._local_tensor.untyped_storage().nbytes() > weight.to_local().nbytes:
             weight._local_tensor = weight._local_tensor.clone()
+    return model
 
 
 # -- rows of every weight, as FSDP and ZeRO-3 divide them
@@ -96,8 +79,8 @@ def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh, offloads: bool) -> P
     Raises:
         BadInputError: as `load_base_model`.
     """
-    by_rows = Division(_loading_mesh(run, rank, mesh, offloads), lambda _: 0)
-    model = load_divided(run, "cpu" if offloads else rank.device, by_rows)
+    device = "cpu" if offloads else rank.device
+    model = load_divided(run, device, _loading_mesh(run, rank, mesh, offloads), lambda _: 0)
     for module in model.modules():
         if is_quantized(module):
             module.quant_state.to(rank.device)

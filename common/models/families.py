@@ -1,6 +1,7 @@
 """What a model's family asks for: defaults that cannot work with it are changed, and weights that cannot be in 4 bits
 are found, before any of its weights are loaded."""
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -53,24 +54,18 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return run
-    is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return replace(run, padding_free="yes" if is_asked or has_kernel else "no")
-    if is_asked:
+        return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
+    if run.padding_free == "yes":
         raise BadInputError(
-            f"{is_asked} is {getattr(run, is_asked)}, but the attention of {run.model} ({config.model_type}, "
-            f"{run.attention}) cannot separate rows that lie end to end: leave --{is_asked} out."
+            f"padding_free is yes, but the attention of {run.model} ({config.model_type}, {run.attention}) cannot "
+            "separate rows that lie end to end: leave --padding_free out."
         )
     say_once(
         f"{run.model}: rows are padded, as its attention ({config.model_type}, {run.attention}) cannot separate them"
     )
     return replace(run, padding_free="no")
-
-
-def is_set(run: RunConfig, name: str) -> bool:
-    """Return whether a setting is not at its default."""
-    return getattr(run, name) != getattr(RunConfig, name)
 
 
 def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
@@ -176,34 +171,28 @@ def experts_at_work(model: PreTrainedModel) -> str:
 def check_quantizable(run: RunConfig) -> None:
     """Refuse a model of whose layers less than 90 % of the weights would be stored in 4 bits.
 
+    Embeddings, the head and vectors (norms and biases) do not count.
+
     Raises:
         BadInputError: with that share, and what holds the other weights.
     """
     if not run.method.quantizes:
         return
-    shares = weights_by_class(model_without_weights(run))
-    quantized = sum(count for (_, is_quantized), count in shares.items() if is_quantized)
-    share = quantized / sum(shares.values())
+    model = model_without_weights(run)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    quantized, others = 0, Counter()
+    for module in model.modules():
+        if module in ends or isinstance(module, torch.nn.Embedding):
+            continue
+        matrices = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1)
+        if is_quantizable(module):
+            quantized += matrices
+        else:
+            others[type(module).__name__] += matrices
+    share = quantized / (quantized + others.total())
     if share < LEAST_QUANTIZED_SHARE:
-        others = {name: count for (name, is_quantized), count in shares.items() if not is_quantized}
-        largest = max(others, key=others.get)
         raise BadInputError(
             f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as bitsandbytes "
-            f"quantizes torch.nn.Linear, but the most are in {largest}: pass --technique lora in a folder of 2.1."
+            f"quantizes torch.nn.Linear, but the most are in {others.most_common(1)[0][0]}: pass --technique lora in a "
+            "folder of 2.1."
         )
-
-
-def weights_by_class(model: PreTrainedModel) -> dict[tuple[str, bool], int]:
-    """Return how many weights a model's layers have, by the module's class and whether it can be in 4 bits.
-
-    Embeddings, the head and vectors (norms and biases) do not count.
-    """
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    counts: dict[tuple[str, bool], int] = {}
-    for module in model.modules():
-        if id(module) in ends or isinstance(module, torch.nn.Embedding):
-            continue
-        kind = type(module).__name__, is_quantizable(module)
-        matrices = [weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1]
-        counts[kind] = counts.get(kind, 0) + sum(matrices)
-    return counts

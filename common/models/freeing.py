@@ -5,13 +5,15 @@ from accelerate.hooks import remove_hook_from_module
 from accelerate.utils.memory import clear_device_cache
 from torch.distributed.tensor import DTensor
 
-from common.models.quantization import drop_quantized
+from common.models.quantization import is_quantized
 
 
 def free_model(model: torch.nn.Module) -> None:
     """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
-    drop_quantized(model)
+    for module in model.modules():
+        if is_quantized(module):  # such weights cannot be moved to `meta` as others can
+            module.weight, module.quant_state = None, None
     held = [*model.parameters(), *model.buffers()]
     for weight in held:
         if isinstance(weight, DTensor):  # FSDP keeps a view of its shard

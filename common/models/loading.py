@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import dispatch_model
+from accelerate import dispatch_model, init_empty_weights
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -43,7 +43,7 @@ from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
-from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, model_on_meta
+from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.architectures import (
@@ -501,7 +501,8 @@ def _random_model(
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     kind, dtype = getattr(transformers, run.goal.auto_class), weight_dtype(run)
     how = {"dtype": dtype, "attn_implementation": ATTENTION[run.attention], "trust_remote_code": False}
-    model = model_on_meta(lambda: kind.from_config(config, **how))
+    with init_empty_weights(include_buffers=False):
+        model = kind.from_config(config, **how)
     quantizer = AutoHfQuantizer.from_config(quantization_config(run), pre_quantized=False) if quantized else None
     if quantizer:
         quantizer.preprocess_model(model=model, device_map=device_map)

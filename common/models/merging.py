@@ -1,6 +1,6 @@
 """What was saved, loaded again as any user would: equal logits; and adapters merged into their base."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.data.batches import within_budget
 from common.data.row_checks import say_once
 from common.hardware.devices import GIB, read_memory
 from common.models.answering import load_answering, sharing_of
@@ -37,11 +36,6 @@ def comparing(
 def tokens_at_once(model: torch.nn.Module) -> int:
     """Return how many tokens have whole logits that are held at once: as many as a chunk of the loss has."""
     return LOGITS_AT_ONCE // model.config.get_text_config().vocab_size
-
-
-def whole_logits_at_once(tokens: Sequence[int], model: torch.nn.Module) -> list[list[int]]:
-    """Return the places of rows with so many `tokens` in groups whose logits at all positions are held at once."""
-    return within_budget(tokens, tokens_at_once(model))
 
 
 def reloaded_difference(

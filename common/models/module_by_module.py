@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel, modeling_utils
@@ -20,12 +19,6 @@ from common.models.shards import return_freed_memory
 
 EachModule = Callable[[str, nn.Module], None]
 """Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
-
-
-def model_on_meta(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """Return the model that `make` makes, its weights on `meta` and its buffers on the host."""
-    with init_empty_weights(include_buffers=False):
-        return make()
 
 
 def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, each: EachModule | None = None) -> None:

@@ -3,7 +3,6 @@
 Imports bitsandbytes only inside functions: runs without quantized weights do without it.
 """
 
-import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
+from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
 from common.models.shards import byte_count, global_numel
@@ -67,24 +67,12 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
-    return _is_in_4_bits(module._parameters.get("weight"))
-
-
-def _is_in_4_bits(weight: torch.Tensor | None) -> bool:
-    """Return whether a weight is bitsandbytes' own, or a rank's part of one, which keeps its attributes."""
-    return hasattr(weight, "quant_type")
+    return hasattr(module._parameters.get("weight"), "quant_type")  # also of a rank's part, which keeps its attributes
 
 
 def is_quantizable(module: torch.nn.Module) -> bool:
     """Return whether bitsandbytes replaces this layer (`replace_with_bnb_linear`): no class made from these two."""
     return type(module) in (torch.nn.Linear, Conv1D)
-
-
-def drop_quantized(model: torch.nn.Module) -> None:
-    """Remove the quantized weights from a model: they cannot be moved to `meta` as others can."""
-    for module in model.modules():
-        if is_quantized(module):
-            module.weight, module.quant_state = None, None
 
 
 def weight_counts(model: torch.nn.Module) -> int:
@@ -116,7 +104,7 @@ def quantize_as(
     planned: torch.nn.Parameter, weight: torch.nn.Parameter, device: str | torch.device
 ) -> torch.nn.Parameter:
     """Return `weight` in 4 bits on `device` where `planned`, which stood in its place on `meta`, was to be so."""
-    if not _is_in_4_bits(planned):
+    if not hasattr(planned, "quant_type"):
         return weight
     from bitsandbytes.nn import Params4bit
 
@@ -184,12 +172,8 @@ def _quantized_bytes(weight: Any) -> int:
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
-    said_by_library = logging.getLogger("transformers.integrations.bitsandbytes")
-    said_by_library.addFilter(_not_about_dtypes)
-    try:
+    with silent("transformers.integrations.bitsandbytes"):  # it says the dtype that is asked for here
         plain = model.dequantize(dtype=dtype)
-    finally:
-        said_by_library.removeFilter(_not_about_dtypes)
     _restore_conv1d(plain)
     for weight in plain.parameters():  # not buffers: rotary frequencies stay in fp32
         weight.data = weight.data.to(dtype)
@@ -206,10 +190,6 @@ def _restore_conv1d(model: PreTrainedModel) -> None:
             module.weight = torch.nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
             module.bias = linear.bias
             model.set_submodule(name, module)
-
-
-def _not_about_dtypes(record: logging.LogRecord) -> bool:
-    return "modules are dequantized in" not in record.getMessage()
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:

@@ -10,7 +10,6 @@ from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError, begin_of, closest
 from common.base.run_config import RunConfig, names_in
-from common.data.row_checks import say_once
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 
@@ -18,11 +17,6 @@ from common.models.shards import global_numel
 def has_fused_experts(module: torch.nn.Module) -> bool:
     """Return whether this module holds the matrices of all experts of a layer, as weights with three dimensions."""
     return any(weight.ndim == 3 for weight in module.parameters(recurse=False))
-
-
-def is_projection(module: torch.nn.Module) -> bool:
-    """Return whether this is a linear layer, also one of GPT-2's (`Conv1D`), or the experts of a layer."""
-    return isinstance(module, torch.nn.Linear | Conv1D) or has_fused_experts(module)
 
 
 def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
@@ -70,8 +64,9 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
     """Return the linear layers of the given names, as `RunConfig.target_modules` says; `all-linear`: every one.
 
-    Of a model that sees these are those of its language part. A name matches as in PEFT: the whole name of a layer, or
-    its last parts. The head is only among them `with_head`.
+    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers. Of a model that sees these are
+    those of its language part. A name matches as in PEFT: the whole name of a layer, or its last parts. The head is
+    only among them `with_head`.
 
     Raises:
         BadInputError: a name matches no linear layer; with the names that there are.
@@ -79,7 +74,8 @@ def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool =
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
         name: module for name, module in model.named_modules()
-        if name.startswith(part) and is_projection(module) and (with_head or module is not head)
+        if (isinstance(module, torch.nn.Linear | Conv1D) or has_fused_experts(module))
+        and name.startswith(part) and (with_head or module is not head)
     }  # fmt: skip
     if target_modules == "all-linear":
         return linears
@@ -141,30 +137,12 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
             ) from None
         raise BadInputError(f"target_modules is {run.target_modules!r}: {reason}") from None
     leave_casts_to_autocast(adapted)
-    say_once(check_adapters_place(adapted))
     return adapted
 
 
 def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
     """Return the names of tower and connector where the run trains them."""
     return [] if run.freeze_vision_tower else vision_modules(model)
-
-
-def check_adapters_place(adapted: PeftModel) -> str:
-    """Return a line that says how many layers have adapters; an empty one for a model of texts alone.
-
-    Raises:
-        RuntimeError: one stands outside the language layers.
-    """
-    base = adapted.get_base_model()
-    part = language_part(base)
-    if not part:
-        return ""
-    places = [name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
-    outside = [name for name in places if not name.startswith(part)]
-    if outside:
-        raise RuntimeError(f"{len(outside)} of {len(places)} adapters stand outside {part[:-1]}: {outside[0]}.")
-    return f"adapters: on {len(places)} linear layers of {part[:-1]}, none in {' and '.join(vision_modules(base))}"
 
 
 def leave_casts_to_autocast(model: PeftModel) -> None:
@@ -243,11 +221,7 @@ def leave_tower_without_gradients(model: PreTrainedModel) -> None:
     for name in vision_modules(model):
         for module in model.get_submodule(name).modules():
             if isinstance(module, PreTrainedModel):
-                module.get_input_embeddings = _no_embeddings
-
-
-def _no_embeddings() -> None:
-    return None
+                module.get_input_embeddings = lambda: None
 
 
 def idle_weights(model: PreTrainedModel) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -21,10 +22,10 @@ from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
-LENGTH_BYTES = 8
-"""At the start of a safetensors file: how long the header is that follows."""
-LONGEST_HEADER_BYTES = 100_000_000  # as the library has it
-AGAIN = "copy or download it again (`hf download` fetches what is missing), or pass another --model."
+AGAIN = (
+    "copy or download it again (`hf download` fetches what is missing, `git lfs pull` what is only a pointer), or pass "
+    "another --model."
+)
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
@@ -150,34 +151,14 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, WeightInFile]:
-    """Return what a safetensors file holds, by its header (https://huggingface.co/docs/safetensors)."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
-        text = opened.read(min(length, LONGEST_HEADER_BYTES))
-    if size >= LENGTH_BYTES and length <= LONGEST_HEADER_BYTES and len(text) < length:
-        raise _short(file, size, f"its header alone takes {LENGTH_BYTES + length:,}")
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        shapes = {name: torch.empty(each["shape"], device="meta").shape for name, each in header.items()}
-        weights = {name: WeightInFile(file, tuple(shape)) for name, shape in shapes.items()}
-        end = LENGTH_BYTES + length + max((each["data_offsets"][1] for each in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError):  # the last: of a shape
-        start = "is empty" if not size else f"has {size:,} bytes, but starts with no header of safetensors"
-        pointer = (
-            ", as a pointer of Git LFS does (`git lfs pull` gets the file)"
-            if text.startswith(b"https://git-lfs")
-            else ""
-        )
-        raise BadInputError(f"{file} {start}{pointer}: {AGAIN}") from None
-    if size < end:
-        raise _short(file, size, f"its header says {end:,}")
-    return weights
-
-
-def _short(file: Path, size: int, expected: str) -> BadInputError:
-    return BadInputError(f"{file} has {size:,} bytes, but {expected}: it was not copied to its end; {AGAIN}")
+    """Return what a safetensors file holds, by its header, if the file is as long as that says."""
+    said = f"{file}, which has {file.stat().st_size:,} bytes,"
+    with (
+        reading(said, f"It was not copied to its end, or is no safetensors file: {AGAIN}"),
+        safe_open(file, "pt") as opened,
+    ):
+        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no dict)
+        return {name: WeightInFile(file, tuple(shape)) for name, shape in shapes.items()}
 
 
 def _agreeing(

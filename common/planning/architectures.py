@@ -211,8 +211,15 @@ def find_config(model: str, revision: str = "") -> Path:
     Raises:
         BadInputError: It is none of these, or has a `revision` and is no Hub id.
     """
+    if revision and not is_hub_id(model):
+        refuse_revision(model, revision)
     if revision:
-        return _find_revision(model, revision)
+        if path := _cached_config(model, revision):
+            return path
+        raise BadInputError(
+            f"There is no shape of {model} at the revision {revision} in the Hub's cache: `hf download {model} "
+            f"config.json --revision {revision}` gets it."
+        )
     path = next((place for place in _places_of_config(model) if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
@@ -230,18 +237,6 @@ def _places_of_config(model: str) -> Iterator[Path]:
         yield from (path for path in (_cached_config(model), *cached) if path)
     name = model.rpartition("/")[2].lower()
     yield from (MODEL_CONFIGS / f"{each}.json" for each in (name, name.removesuffix("-instruct")))
-
-
-def _find_revision(model: str, revision: str) -> Path:
-    if not is_hub_id(model):
-        refuse_revision(model, revision)
-    path = _cached_config(model, revision)
-    if path is None:
-        raise BadInputError(
-            f"There is no shape of {model} at the revision {revision} in the Hub's cache: `hf download {model} "
-            f"config.json --revision {revision}` gets it."
-        )
-    return path
 
 
 def refuse_revision(model: str, revision: str) -> None:

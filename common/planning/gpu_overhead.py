@@ -50,12 +50,12 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         what = "process: Python, PyTorch, libraries, data"
         if gpu.process_gib:
             return [Term("overhead", what, "measured", (gpu.process_gib + CPU_LATER_GIB) * GIB)]
-        process = Term("overhead", what, "measured elsewhere", CPU_PROCESS_GIB * GIB)
-        pictures = Term(
-            "overhead", "process: what opens pictures, and these", "measured elsewhere", CPU_PICTURES_GIB * GIB
+        parts = (
+            (True, what, CPU_PROCESS_GIB),
+            (job.batch.tiles, "process: what opens pictures, and these", CPU_PICTURES_GIB),
+            (job.batch.goal.compares, "process: freed blocks that it keeps", CPU_PAIRS_GIB),
         )
-        pairs = Term("overhead", "process: freed blocks that it keeps", "measured elsewhere", CPU_PAIRS_GIB * GIB)
-        return where((True, process), (job.batch.tiles, pictures), (job.batch.goal.compares, pairs))
+        return [Term("overhead", what, "measured elsewhere", gib * GIB) for holds, what, gib in parts if holds]
     workspace = generation_of(gpu).workspace_gib
     passing = passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches

@@ -169,11 +169,9 @@ class LayerActivations:
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
         """Whether an adapter keeps a copy of its input, which dropout or a cast made."""
-        job = self.job
+        job, differs = self.job, self.has_wide_input(linear)
         if job.loop.casts_adapter_inputs:
             differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
-        else:
-            differs = self.has_wide_input(linear)
         return job.lora_dropout > 0 or differs
 
     def has_wide_input(self, linear: Linear) -> bool:
@@ -182,10 +180,10 @@ class LayerActivations:
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
-        job = self.job
-        if not job.cpu_operations:
+        if not self.job.cpu_operations:
             return 1
-        return 4 if job.loop.casts_adapter_inputs or self.has_wide_input(linear) else job.arithmetic_bytes
+        is_wide = self.job.loop.casts_adapter_inputs or self.has_wide_input(linear)
+        return 4 if is_wide else self.job.arithmetic_bytes
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""

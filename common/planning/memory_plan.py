@@ -15,13 +15,11 @@ cross attention reads, and TE = B x E.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property
 from pkgutil import resolve_name
-from typing import Any
 
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Stack
 from common.planning.job import (
     LEVEL_TABLE_BYTES,
@@ -101,6 +99,10 @@ class DeviceMemory:
         """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
         return self.peak_gib + self.spread / GIB
 
+    def verdict_on(self, gpu: Gpu) -> str:
+        """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
+        return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"
+
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
     """Return the memory of one device at its highest moment, without the GPU's own overhead.
@@ -130,25 +132,25 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     return 4 if ends_with_norm or has_wide_ends or job.precision == "fp32" or job.autocasts else 2
 
 
-def _kept(terms_of: Callable[..., list[Term]]) -> Callable[..., list[Term]]:
-    """Keep what a method returns: several moments ask for the same. (`functools.cache` would keep each device.)"""
-
-    @wraps(terms_of)
-    def terms(self: "DeviceSums", *arguments: Any) -> list[Term]:
-        key = (terms_of, *arguments)
-        if key not in self.kept_terms:
-            self.kept_terms[key] = terms_of(self, *arguments)
-        return self.kept_terms[key]
-
-    return terms
-
-
 class DeviceSums:
-    """The terms of one device, gathered by moment."""
+    """The terms of one device, gathered by moment.
+
+    Attributes:
+        stacks: Those that have layers on this device, with how many.
+        tower_saved: What a vision tower keeps until its backward pass, the last one.
+        adds_to_gradients: A backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets.
+        keeps_inputs: The inputs of layers are kept, with their gradients, until the backward pass has ended. FSDP's
+            first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
+            (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
+        input_is_in_buffer: With pp the first layer's input, which checkpointing keeps, is where it was received.
+        chunks_loss: The logits come in chunks (common/models/chunked_loss.py): so many `chunks`, of about equal size.
+        positions_at_once: `C`: positions of a chunk.
+        splits_loss: The loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment.
+        returned_bytes: Of a logit that the model returns.
+    """
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         self.architecture, self.job, self.share = architecture, job, share
-        self.kept_terms: dict[tuple[Any, ...], list[Term]] = {}
         self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)
         self.trained = trained_parameters(architecture, job, share)
         self.trains_head = share.has_head and trains_head(architecture, job)
@@ -162,20 +164,27 @@ class DeviceSums:
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
         ]
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
+        self.tower_saved = self.tower.saved() if self.tower else []
+        self.weight_ranks = job.shard_ranks if job.parallelism.shards_weights else 1
+        repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
+        self.adds_to_gradients = repeats or job.has_buckets
+        self.keeps_inputs = job.loop.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
+        self.input_is_in_buffer = job.gradient_checkpointing and job.parallelism.pipelines and not share.has_embeddings
+        writes = architecture.stacks[-1].kind != "encoder" and not architecture.classes
+        self.chunks_loss = writes and not job.loop.logit_bytes
+        self.chunks = max(1, math.ceil(self.positions * architecture.vocab / LOGITS_AT_ONCE))
+        self.positions_at_once = math.ceil(self.positions / self.chunks)
+        self.splits_loss = not self.chunks_loss and not job.loop.logit_bytes
+        self.returned_bytes = 4 if job.method.quantizes else job.arithmetic_bytes
 
-    @_kept
-    def resting(self) -> list[Term]:
-        """Return what is there in the backward pass of any layer."""
-        return self._in_a_step() + self.gathered(FSDP_GATHERED_LAYERS) + self.scattered()
+    def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x", times: int = 1) -> Term:
+        """Return so many hidden states of all tokens, by default of those that the first stack reads."""
+        tokens = self.batch.tokens_in(stack) if stack else self.batch.tokens
+        return activations(what, formula, times * tokens * self.architecture.hidden * self.hidden_bytes)
 
-    @_kept
     def between_steps(self) -> list[Term]:
         """Return what is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
-
-    def _in_a_step(self) -> list[Term]:
-        pictures = self.tower.inputs() if self.tower else []
-        return self.between_steps() + self.summed(self.job.batch.tokens) + pictures
 
     def summed(self, tokens: int) -> list[Term]:
         """Return the hidden state of so many tokens that ranks of tensor parallelism sum after each block."""
@@ -185,13 +194,14 @@ class DeviceSums:
 
     def beside(self, moment: str) -> list[Term]:
         """Return what is there at a moment of `moments` beside its own terms."""
-        if moment == OPTIMIZER_STEP:  # what was gathered is gone
-            return self._in_a_step()
-        if moment in (LOSS_FORWARD, LOSS):
-            return self._in_a_step() + self.gathered(FSDP_GATHERED_AT_LOSS)
-        if moment in (TOWER_FORWARD, LAST_LAYER_FORWARD):
-            return self._in_a_step() + self.gathered(FSDP_GATHERED_LAYERS)
-        return self.resting()
+        at_once = FSDP_GATHERED_AT_LOSS if moment in (LOSS_FORWARD, LOSS) else FSDP_GATHERED_LAYERS
+        is_later = moment not in (TOWER_FORWARD, LAST_LAYER_FORWARD, LOSS_FORWARD, LOSS, OPTIMIZER_STEP)
+        return where(
+            (True, self.between_steps() + self.summed(self.job.batch.tokens)),
+            (True, self.tower.inputs() if self.tower else []),
+            (moment != OPTIMIZER_STEP, self.gathered(at_once)),  # then what was gathered is gone
+            (is_later, self.scattered()),
+        )
 
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
@@ -217,19 +227,19 @@ class DeviceSums:
         loss = max(size_of(self.loss()), size_of(self.loss_forward()) if self.splits_loss else 0.0)
         left_behind = (layer + loss) * self.batch.padded
         updates = size_of(self.gradients()) + size_of(self.optimizer_step())
-        waiting = [*self.resting(), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
+        waiting = [*self.beside("backward of a layer"), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
         return size_of(waiting) + layer + loss + max(updates, left_behind)
 
     def moments(self) -> dict[str, list[Term]]:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
         last = self.stacks[-1][0]
         return {
-            **({TOWER_FORWARD: self.tower_forward()} if self.tower else {}),
+            **self.tower_forward_moments(),
             LAST_LAYER_FORWARD: [
                 *self.gradients_before_backward(),
                 *self.layers_saved(),
                 *self.ends_waiting(),
-                *self.tower_saved(),
+                *self.tower_saved,
                 *(self.tower.result() if self.tower else []),
                 *self.adapter_casts(last),
                 *self.hidden_states(last),
@@ -241,15 +251,9 @@ class DeviceSums:
             OPTIMIZER_STEP: [*self.gradients(), *self.optimizer_step()],
         }
 
-    @_kept
     def before_backward(self) -> list[Term]:
         """Return what waits when the backward pass begins."""
-        return [
-            *self.gradients_before_backward(),
-            *self.layers_saved(),
-            *self.ends_saved(),
-            *self.ends_waiting(),
-        ]
+        return self.gradients_before_backward() + self.layers_saved() + self.ends_saved() + self.ends_waiting()
 
     def backward_moments(self) -> dict[str, list[Term]]:
         """Return the moments from the loss to the embeddings."""
@@ -265,7 +269,7 @@ class DeviceSums:
                 *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
                 *self.embeddings_saved(self.stacks),
-                *where((self.is_encoder_decoder, self.encoders_output())),
+                *self.encoders_output(),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[-1][0]),
@@ -290,38 +294,35 @@ class DeviceSums:
 
     def _gradients_of_layers(self) -> list[Term]:
         """Return all but those of the embeddings, which come last."""
-        without = replace(self.share, has_embeddings=False)
-        of_embeddings = self.parameters - tower_parameters(self.architecture, self.share)
-        of_embeddings -= parameters_of(self.architecture, without)
-        count = self.trained - of_embeddings * self.job.trains_all
-        return self._gradients_so_far(count, "gradients of head and layers")
+        others = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
+        of_embeddings = self.parameters - tower_parameters(self.architecture, self.share) - others
+        return self._gradients_so_far(
+            self.trained - of_embeddings * self.job.trains_all, "gradients of head and layers"
+        )
 
     # -- a vision tower, which reads before the layers do, and is back-propagated after them
 
-    def tower_forward(self) -> list[Term]:
-        """Return what there is while the tower reads: the text's embeddings wait."""
+    def tower_forward_moments(self) -> dict[str, list[Term]]:
+        """Return the moment when the tower reads: the text's embeddings wait."""
+        if not self.tower:
+            return {}
         size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
         embeddings = activations("embeddings of the text", "T H w", size)
-        return [*self.gradients_before_backward(), *self.tower_saved(), *self.tower.forward(), embeddings]
-
-    def tower_saved(self) -> list[Term]:
-        """Return what the tower keeps for its backward pass."""
-        return self.tower.saved() if self.tower else []
+        waiting = [*self.gradients_before_backward(), *self.tower_saved]
+        return {TOWER_FORWARD: [*waiting, *self.tower.forward(), embeddings]}
 
     def tower_backward_moments(self) -> dict[str, list[Term]]:
         """Return those of a trained tower's last and first layer, while the embeddings' gradient waits."""
         if not (self.tower and self.trained_of_tower):
             return {}
-        size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        waiting = activations("gradient of the embeddings' result", "T H x", size)
         common = [
             *self._gradients_of_layers(),
             *self.ends_waiting(),
-            *where((self.job.trains_all, waiting)),
+            *where((self.job.trains_all, self._hidden_state("gradient of the embeddings' result"))),
             *self.tower.layer_backward(),
         ]
         return {
-            "backward of the vision tower's last layer": [*common, *self.tower.saved()],
+            "backward of the vision tower's last layer": [*common, *self.tower_saved],
             "backward of the vision tower's first layer": [
                 *common,
                 *self._tower_gradients(),
@@ -331,9 +332,8 @@ class DeviceSums:
 
     def _tower_gradients(self) -> list[Term]:
         """Return those of a trained tower, where they have no buffer."""
-        has_any = self.trained_of_tower and not self.job.has_buckets
-        count = self.trained_of_tower
-        return where((has_any, numbers("gradients", "gradients of the vision tower", count, self.job.weight_bytes)))
+        count = self.trained_of_tower * (not self.job.has_buckets)
+        return where((count, numbers("gradients", "gradients of the vision tower", count, self.job.weight_bytes)))
 
     def encoder_backward_moments(self) -> dict[str, list[Term]]:
         """Return those of an encoder-decoder when the decoder is done, and all of the encoder is still to come."""
@@ -342,19 +342,17 @@ class DeviceSums:
         (encoder, _), (decoder, layers) = self.stacks
         done = self._head_gradients() + layers * trained_of_layer(decoder, self.job)
         what = "gradients of the head and the decoder"
-        kept = self._layers_kept(1, self.stacks[:1])
+        kept = [*self._layers_kept(1, self.stacks[:1]), *self.embeddings_saved(self.stacks[:1])]
         return {
             "backward of the decoder's embeddings": [
                 *self._gradients_so_far(done, what),
                 *kept,
-                *self.embeddings_saved(self.stacks[:1]),
                 *self.embeddings_backward(),
                 *self.hidden_states(encoder),
             ],
             "backward of the encoder's last layer": [
                 *self._gradients_so_far(done + trained_of_layer(encoder, self.job), what),
                 *kept,
-                *self.embeddings_saved(self.stacks[:1]),
                 *self.layer_backward(encoder),
             ],
         }
@@ -367,39 +365,34 @@ class DeviceSums:
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
-        adapters = numbers("weights", what, self.trained, job.trained_bytes, self._weight_ranks)
-        copy = numbers("weights", "the vision tower's trained copy", self.trained_of_tower, job.weight_bytes)
-        limit = ZERO_WHOLE_BELOW * self.architecture.hidden
-        count = small_adapter_weights(self.architecture, job, self.share, limit)
-        whole = numbers("weights", "small adapter matrices, whole on each rank", count, job.trained_bytes)
+        of_tower, limit = self.trained_of_tower, ZERO_WHOLE_BELOW * self.architecture.hidden
+        whole = small_adapter_weights(self.architecture, job, self.share, limit) * job.parallelism.collects_gradients
         return where(
             (True, self.base_weights()),
-            (job.method.has_adapters, adapters),
-            (job.method.has_adapters and self.trained_of_tower, copy),
-            (job.parallelism.collects_gradients and count, whole),
+            (
+                job.method.has_adapters,
+                numbers("weights", what, self.trained, job.trained_bytes, self.weight_ranks),
+            ),
+            (
+                job.method.has_adapters and of_tower,
+                numbers("weights", "the vision tower's trained copy", of_tower, job.weight_bytes),
+            ),
+            (whole, numbers("weights", "small adapter matrices, whole on each rank", whole, job.trained_bytes)),
         )
 
     def base_weights(self) -> list[Term]:
         """Return the model's own weights; with full fine-tuning frozen ones are as wide as trained ones."""
         if self.job.method.quantizes:
-            return self._quantized_weights(self._weight_ranks)
+            return self._quantized_weights()
         what = "frozen weights" if self.job.method.has_adapters else "weights"
-        of_tower, each, ranks = (
-            tower_parameters(self.architecture, self.share),
-            self.job.weight_bytes,
-            self._weight_ranks,
-        )
+        of_tower, each = tower_parameters(self.architecture, self.share), self.job.weight_bytes
         return where(
-            (True, numbers("weights", what, self.parameters - of_tower, each, ranks)),
-            (of_tower, numbers("weights", "vision tower and connector", of_tower, each, ranks)),
+            (True, numbers("weights", what, self.parameters - of_tower, each, self.weight_ranks)),
+            (of_tower, numbers("weights", "vision tower and connector", of_tower, each, self.weight_ranks)),
         )
 
-    @property
-    def _weight_ranks(self) -> int:
-        return self.job.shard_ranks if self.job.parallelism.shards_weights else 1
-
-    def _quantized_weights(self, ranks: int) -> list[Term]:
-        job, kind = self.job, self.job.quantization
+    def _quantized_weights(self) -> list[Term]:
+        job, kind, ranks = self.job, self.job.quantization, self.weight_ranks
         count = sum(layers * stack.matrix_weights for stack, layers in self.stacks)
         matrices = sum(layers * len(stack.linears) for stack, layers in self.stacks)
         per_weight, number, table = QUANTIZED_BYTES[kind], QUANTIZED_NUMBER_BYTES[kind], LEVEL_TABLE_BYTES[kind]
@@ -424,11 +417,8 @@ class DeviceSums:
             return [Term("optimizer", "optimizer states", "in the host's memory", 0.0)]
         keeps_copy = job.parallelism.uses_deepspeed
         state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
-        small = (
-            small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) if "8bit" in job.optimizer else 0
-        )
-        large = self.trained - small
-        of_tower = self.trained_of_tower
+        small = small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) * ("8bit" in job.optimizer)
+        large, of_tower = self.trained - small, self.trained_of_tower
         tower_bytes = 2 * job.weight_bytes if states is None else states
         return where(
             (of_tower, numbers("optimizer", "momentum and variance of the vision tower", of_tower, tower_bytes)),
@@ -442,13 +432,17 @@ class DeviceSums:
         job, each = self.job, self.job.trained_bytes
         bucket = min(self.architecture.hidden**2, self.trained)
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
-        hidden = job.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        parts = numbers("gradients", "gradients' parts, in one buffer", self.trained, each, job.shard_ranks)
-        of_tower = numbers("gradients", "the vision tower's, in DDP's buckets", self.trained_of_tower, job.weight_bytes)
+        hidden, of_tower = job.batch.tokens * self.architecture.hidden * self.hidden_bytes, self.trained_of_tower
         return where(
             (job.has_buckets, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
-            (job.has_buckets, of_tower),
-            (self.job.parallelism.collects_gradients and not job.offload, parts),
+            (
+                job.has_buckets,
+                numbers("gradients", "the vision tower's, in DDP's buckets", of_tower, job.weight_bytes),
+            ),
+            (
+                job.parallelism.collects_gradients and not job.offload,
+                numbers("gradients", "gradients' parts, in one buffer", self.trained, each, job.shard_ranks),
+            ),
             (
                 job.parallelism.pipelines,
                 Term(
@@ -479,11 +473,10 @@ class DeviceSums:
 
     def scattered(self) -> list[Term]:
         """Return a layer's gradients before FSDP or ZeRO's stage 3 divides them among the ranks."""
-        job = self.job
-        size = max(trained_of_layer(stack, job) for stack, _ in self.stacks)
+        size = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
+        divides = self.job.parallelism.shards_weights and not self.job.method.has_adapters
         what = "a layer's gradients before they are scattered"
-        divides = job.parallelism.shards_weights and not job.method.has_adapters
-        return where((divides, numbers("buffers", what, size, job.arithmetic_bytes)))
+        return where((divides, numbers("buffers", what, size, self.job.arithmetic_bytes)))
 
     def _gathered_layer(self, stack: Stack) -> tuple[float, str]:
         """Return a layer's bytes as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
@@ -502,16 +495,10 @@ class DeviceSums:
 
     def gradients_before_backward(self) -> list[Term]:
         """Return those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
-        return self.gradients() if self._adds_to_gradients else []
-
-    @property
-    def _adds_to_gradients(self) -> bool:
-        """Whether a backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets."""
-        repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
-        return repeated or self.job.has_buckets
+        return self.gradients() if self.adds_to_gradients else []
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
-        has_all = self._adds_to_gradients or self.share.keeps_first_gradients
+        has_all = self.adds_to_gradients or self.share.keeps_first_gradients
         return self.gradients() if has_all else self._gradients(count, what)
 
     def _head_gradients(self) -> int:
@@ -527,25 +514,15 @@ class DeviceSums:
 
     # -- activations that wait for the backward pass
 
-    @_kept
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """Return what all layers keep, for every micro-batch in flight; `one_left`: of one the first layer alone."""
         return where(
             (True, self._layers_kept(self.share.in_flight - one_left, self.stacks)),
             (
-                one_left and not self._input_is_in_buffer,
+                one_left and not self.input_is_in_buffer,
                 times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x "),
             ),
         )
-
-    @property
-    def keeps_inputs(self) -> bool:
-        """Whether the inputs of layers are kept, with their gradients, until the backward pass has ended.
-
-        FSDP's first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
-        (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
-        """
-        return self.job.loop.first_fsdp and self.job.method.has_adapters and self.job.gradient_checkpointing
 
     def inputs_and_gradients(self) -> list[Term]:
         """Return all layers' inputs, and gradients of these."""
@@ -554,38 +531,29 @@ class DeviceSums:
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
-            times = (layers - (number == 0 and self._input_is_in_buffer)) * micro_batches
+            times = (layers - (number == 0 and self.input_is_in_buffer)) * micro_batches
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += times_each(self._layer_kept(stack), times, name)
         return terms
 
-    @property
-    def _input_is_in_buffer(self) -> bool:
-        """With pp the first layer's input, which checkpointing keeps, is where it was received."""
-        return self.job.gradient_checkpointing and self.job.parallelism.pipelines and not self.share.has_embeddings
-
     def _layer_kept(self, stack: Stack) -> list[Term]:
-        if not self.job.gradient_checkpointing:
-            return self._layer_saved(stack)
-        size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
-        return [activations("layer input", "T H x", size)]
+        if self.job.gradient_checkpointing:
+            return [self._hidden_state("layer input", stack)]
+        return self.layer.saved(stack)
 
-    @_kept
     def ends_saved(self) -> list[Term]:
         """Return what embeddings, final norm and head keep."""
-        size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
         is_sent = self.job.parallelism.pipelines and not self.share.has_head
         return where(
             (True, self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()),
             (True, self.embeddings_saved(self.stacks)),
-            (self.is_encoder_decoder, self.encoders_output()),
-            (is_sent, activations("hidden state that was sent", "T H x", size)),
+            (True, self.encoders_output()),
+            (is_sent, self._hidden_state("hidden state that was sent")),
         )
 
-    def encoders_output(self) -> Term:
-        """Return what all of the decoder's layers read beside their own input."""
-        size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        return activations("encoder's output", "TE H x", size)
+    def encoders_output(self) -> list[Term]:
+        """Return what all of the decoder's layers read beside their own input, of an encoder-decoder."""
+        return where((self.is_encoder_decoder, self._hidden_state("encoder's output", formula="TE H x")))
 
     def embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
         """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
@@ -595,7 +563,7 @@ class DeviceSums:
         tokens = sum(self.batch.tokens_in(stack) for stack, _ in stacks)
         formula = f"{'(TE + T)' if len(stacks) > 1 else 'T'} H {own}"
         term = activations("embeddings' norm and dropout", formula, tokens * self.architecture.hidden * own)
-        return [*where((self.share.has_embeddings and is_kept, term)), *self.tower_saved()]
+        return [*where((self.share.has_embeddings and is_kept, term)), *self.tower_saved]
 
     def _token_ends_saved(self) -> list[Term]:
         architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
@@ -626,15 +594,13 @@ class DeviceSums:
             ),
         )
 
-    @_kept
     def ends_waiting(self) -> list[Term]:
         """Return what embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
         times, has_head = self.share.in_flight - 1, self.share.has_head
-        size = 4 * self.positions * self.architecture.vocab
+        of_loss = [self._logits("log-probabilities in fp32", 4), *self._head_copy()]
         terms = where(
             (True, self.ends_saved()),
-            (has_head and not self.chunks_loss, Term("logits", "log-probabilities in fp32", "P V 4", size)),
-            (has_head and not self.chunks_loss, self._head_copy()),
+            (has_head and not self.chunks_loss, of_loss),
             (True, self.held_by_schedule()),
         )
         return times_each(terms, times, f"{times} x, of waiting micro-batches: ") if times else []
@@ -648,33 +614,20 @@ class DeviceSums:
         chooses = last.kind == "decoder" or self.architecture.classes
         return self.batch.sequences * self.batch.labelled if chooses else self.batch.tokens_in(last)
 
-    @property
-    def chunks_loss(self) -> bool:
-        """Whether the logits come in chunks (common/models/chunked_loss.py)."""
-        writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
-        return writes and not self.job.loop.logit_bytes
+    def _logits(self, what: str, each: int, formula: str = "") -> Term:
+        """Return so many bytes for each logit, of all positions at once."""
+        size = each * self.positions * self.architecture.vocab
+        return Term("logits", what, formula or f"P V {each}", size)
 
-    @property
-    def chunks(self) -> int:
-        """Number of chunks, of about equal size."""
-        return max(1, math.ceil(self.positions * self.architecture.vocab / LOGITS_AT_ONCE))
-
-    @property
-    def positions_at_once(self) -> int:
-        """`C`: positions of a chunk."""
-        return math.ceil(self.positions / self.chunks)
-
-    @property
-    def splits_loss(self) -> bool:
-        """Whether the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment."""
-        return not self.chunks_loss and not self.job.loop.logit_bytes
-
-    @_kept
     def loss(self) -> list[Term]:
         """Return what the highest moment of the loss, or that of its backward pass, holds."""
         if self.chunks_loss:
             return self.chunk_of_loss()
-        return self.loss_backward() if self.splits_loss else self.whole_loss()
+        what = "log-probabilities, their and the logits' gradients, in fp32"
+        logits = self._logits(what, 12, "3 P V 4")
+        if not self.splits_loss:
+            logits = self._logits("logits, log-probabilities and gradients", self.job.loop.logit_bytes)
+        return where((self.share.has_head, [logits, *self.held_by_schedule(), *self._head_copy()]))
 
     def chunk_of_loss(self) -> list[Term]:
         """Return what the loss of the last chunk holds."""
@@ -712,20 +665,6 @@ class DeviceSums:
             (True, self._cached_copies()),  # their gradients come within the forward pass
         )
 
-    def loss_backward(self) -> list[Term]:
-        """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""
-        size = 12 * self.positions * self.architecture.vocab
-        what = "log-probabilities, their and the logits' gradients, in fp32"
-        held = [*self.held_by_schedule(), *self._head_copy()]
-        return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held]))
-
-    def whole_loss(self) -> list[Term]:
-        """Return what a decoder's loss holds that has all logits at once."""
-        each = self.job.loop.logit_bytes
-        size = each * self.positions * self.architecture.vocab
-        logits = Term("logits", "logits, log-probabilities and gradients", f"P V {each}", size)
-        return where((self.share.has_head, [logits, *self._head_copy()]))
-
     def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
         """Return the head's inputs, and a chunk's logits, of validation rows of `length` and `labelled` tokens."""
         if self.architecture.classes:
@@ -743,30 +682,23 @@ class DeviceSums:
 
         (torch/distributed/pipelining/stage.py.)
         """
-        held = self.job.parallelism.pipelines and self.share.has_head
-        size = self.positions * self.architecture.hidden * self.hidden_bytes
-        what = activations("input of the head that the schedule still holds", "P H x", size)
-        whole = self._logits("logits that the schedule still holds")
-        return where((held and self.chunks_loss, what), (held and not self.chunks_loss, whole))
-
-    def _logits(self, what: str) -> list[Term]:
-        each = 4 if self.job.method.quantizes else self.job.arithmetic_bytes
-        return [Term("logits", what, f"P V {each}", each * self.positions * self.architecture.vocab)]
+        if not (self.job.parallelism.pipelines and self.share.has_head):
+            return []
+        if self.chunks_loss:
+            size = self.positions * self.architecture.hidden * self.hidden_bytes
+            return [activations("input of the head that the schedule still holds", "P H x", size)]
+        return [self._logits("logits that the schedule still holds", self.returned_bytes)]
 
     def loss_forward(self) -> list[Term]:
         """Return logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest.
 
         With pp the loss comes when autocast's cache has gone, and never takes more than in its backward pass.
         """
-        has_head, pipelines = self.share.has_head, self.job.parallelism.pipelines
         each = 8 if self.job.arithmetic_bytes == 4 else self.job.arithmetic_bytes + 8
-        size = each * self.positions * self.architecture.vocab
-        terms = where(
-            (has_head and pipelines, self._logits("logits")),
-            (has_head and not pipelines, Term("logits", "logits and log-probabilities", f"P V {each}", size)),
-            (has_head, self._head_copy()),
-        )
-        return [*terms, *self._cached_copies()]
+        logits = self._logits("logits and log-probabilities", each)
+        if self.job.parallelism.pipelines:
+            logits = self._logits("logits", self.returned_bytes)
+        return [*where((self.share.has_head, [logits, *self._head_copy()])), *self._cached_copies()]
 
     def _cached_copies(self) -> list[Term]:
         """Return autocast's copies of trained matrices that checkpointing does not keep, but autocast until it ends."""
@@ -785,29 +717,23 @@ class DeviceSums:
 
     def head_backward(self) -> list[Term]:
         """Return the logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
-        vocab, a = self.architecture.vocab, self.job.arithmetic_bytes
-        logits = Term("logits", "gradient of the logits", "P V a", a * self.positions * vocab)
+        logits = self._logits("gradient of the logits", self.job.arithmetic_bytes, "P V a")
+        matrix = self.architecture.vocab * self.architecture.hidden
         return where(
             (self.share.has_head, [logits, *self._head_copy(), *self.held_by_schedule()]),
-            (self.trains_head, self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")),
+            (self.trains_head, self._gradients(matrix, "gradient of the head's matrix")),
         )
 
     # -- the backward pass of a layer
 
-    @_kept
-    def _layer_saved(self, stack: Stack) -> list[Term]:
-        return self.layer.saved(stack)
-
-    @_kept
     def layer_backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
-        architecture, again, a = self.architecture, self.job.gradient_checkpointing, self.job.arithmetic_bytes
-        count = self.gradients_within_mlp
-        size = count * self.batch.tokens_in(stack) * architecture.intermediate * a
+        again, a, count = self.job.gradient_checkpointing, self.job.arithmetic_bytes, self.gradients_within_mlp
+        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * a
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=size_of)
-        saved = self._layer_saved(stack) if again else []
+        saved = self.layer.saved(stack) if again else []
         moments = [[*times_each(saved, 1, "computed again: "), *passing, *self._score_gradients(stack, 4)]]
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]
@@ -834,8 +760,7 @@ class DeviceSums:
 
     def hidden_states(self, stack: Stack) -> list[Term]:
         """Return what goes from layer to layer, or the gradients of it."""
-        size = 2 * self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
-        return [activations("hidden states, or their gradients", "2 T H x", size)]
+        return [self._hidden_state("hidden states, or their gradients", stack, "2 T H x", 2)]
 
     def adapter_casts(self, stack: Stack) -> list[Term]:
         """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
@@ -868,18 +793,18 @@ class DeviceSums:
                 activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size),
             ),
             (
-                is_trained and self._adds_to_gradients and not is_tied,
+                is_trained and self.adds_to_gradients and not is_tied,
                 activations("gradient of the embeddings, before it is added", "V H w", size),
             ),
         )
 
     def tied_gradient_received(self) -> list[Term]:
         """Return the gradient that, with pp, first and last stage send each other, as both hold tied embeddings."""
-        is_trained = self.job.parallelism.pipelines and self.job.trains_all
         has_copy = self.architecture.tied and self.share.has_embeddings != self.share.has_head
+        if not (self.job.parallelism.pipelines and self.job.trains_all and has_copy):
+            return []
         size = self.architecture.embedding_parameters * self.job.trained_bytes
-        what = "the other end's gradient of the tied embeddings"
-        return where((is_trained and has_copy, Term("buffers", what, "V H w", size)))
+        return [Term("buffers", "the other end's gradient of the tied embeddings", "V H w", size)]
 
     def optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""

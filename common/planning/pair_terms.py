@@ -11,6 +11,7 @@ Letters as in `memory_plan`, and: P positions that the head reads, R of these an
 
 from common.planning.layer_activations import widest_without_gradients
 from common.planning.memory_plan import DeviceSums
+from common.planning.shares import widest_matrix
 from common.planning.terms import Term, activations, numbers, size_of, where
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
@@ -34,21 +35,18 @@ class PairSums(DeviceSums):
 
     def moments(self) -> dict[str, list[Term]]:
         """Return those of every step, and those before the backward pass: the head, and the reference's pass."""
+        job, waiting = self.job, self.before_backward()
         head = self.loss_without_gradients(self.batch.sequences, self.batch.length, self.batch.labelled)
-        forward = {"forward of the head": [*self.before_backward(), *head]}
-        if self.job.reads_reference:
-            waiting = [*self.before_backward(), self._head_inputs("inputs of the policy's head")]
-            forward["forward of a layer of the reference"] = [*waiting, *self._reference_layer()]
+        forward = {"forward of the head": [*waiting, *head]}
+        if job.reads_reference:
+            waiting.append(self._head_inputs("inputs of the policy's head"))
+            widest = widest_matrix(self.architecture)
+            copy = numbers("weights", "autocast's copy of the widest matrix", widest, job.arithmetic_bytes)
+            layer = widest_without_gradients(self.architecture, job, self.batch.tokens, self.hidden_bytes)
+            of_layer = where((True, layer), (job.autocasts, copy))
+            forward["forward of a layer of the reference"] = [*waiting, *of_layer]
             forward["forward of the reference's head"] = [*waiting, *head]
         return {**forward, **super().moments()}
-
-    def _reference_layer(self) -> list[Term]:
-        """Return what the widest layer of the model without adapters works on, and autocast's copy of a matrix."""
-        job, stack = self.job, self.stacks[-1][0]
-        widest = max(linear.inputs * linear.outputs for linear in stack.linears)
-        copy = numbers("weights", "autocast's copy of the widest matrix", widest, job.arithmetic_bytes)
-        layer = widest_without_gradients(self.architecture, job, self.batch.tokens, self.hidden_bytes)
-        return where((True, layer), (job.autocasts, copy))
 
     # -- the layers' backward pass
 
@@ -69,7 +67,7 @@ class PairSums(DeviceSums):
 
     def _waiting_head(self) -> list[Term]:
         """Return a tied head's gradient, which beside earlier ones, or DDP's buckets, waits for the embeddings'."""
-        waits = self._adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
+        waits = self.adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
         matrix = self.architecture.vocab * self.architecture.hidden
         what = "gradient of the tied head, before it is added"
         return where((waits, numbers("gradients", what, matrix, self.job.trained_bytes)))
@@ -108,15 +106,12 @@ class PairSums(DeviceSums):
     def _tile(self, positions: int) -> list[Term]:
         """Return a tile's buffer, and copies of what is multiplied, where that has another format."""
         h, a, rows = self.architecture.hidden, self.job.arithmetic_bytes, min(positions, TILE_POSITIONS)
+        head_bytes = self.job.end_bytes if self.job.method.quantizes else self.job.weight_bytes
         return where(
             (True, Term("logits", "a tile of logits", "C a", rows * self.columns * a)),
-            (self._head_bytes != a, numbers("weights", "copy of a tile's columns", self.columns * h, a)),
+            (head_bytes != a, numbers("weights", "copy of a tile's columns", self.columns * h, a)),
             (self.hidden_bytes != a, activations("copy of a tile's positions", "R H a", rows * h * a)),
         )
-
-    @property
-    def _head_bytes(self) -> int:
-        return self.job.end_bytes if self.job.method.quantizes else self.job.weight_bytes
 
     def _folded(self, positions: int, each: int) -> list[Term]:
         """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""

@@ -60,21 +60,12 @@ def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | 
     of_group = -(-questions // groups)
     at_once = replace(shape, test_rows=questions).answered(stages, groups)
     batches = -(-of_group // at_once)
-    batch_s = _prompts_s(architecture, job, shape, gpu, at_once)
+    batch_s = _pass_s(architecture, job, gpu, at_once, shape.prompt_length)
+    if shape.judged:  # the base reads answers and references
+        batch_s += 2 * _pass_s(architecture, job, gpu, at_once, max(shape.new_tokens, shape.labelled))
     batch_s += shape.new_tokens * _token_s(architecture, job, shape, gpu, at_once, stages)
-    return PhaseTimes(loading_s(architecture), questions, batches * batch_s)
-
-
-def loading_s(architecture: Architecture) -> float:
-    """Return the seconds in which each machine reads the model's files, once."""
-    return architecture.parameters * FILE_BYTES / (DISK_GB_PER_S * 1e9)
-
-
-def _prompts_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: Gpu, rows: int) -> float:
-    """Return the seconds in which a batch's prompts are read, and where the base judges its answers and references."""
-    return _pass_s(architecture, job, gpu, rows, shape.prompt_length) + 2 * shape.judged * _pass_s(
-        architecture, job, gpu, rows, max(shape.new_tokens, shape.labelled)
-    )
+    loading_s = architecture.parameters * FILE_BYTES / (DISK_GB_PER_S * 1e9)  # each machine reads the files once
+    return PhaseTimes(loading_s, questions, batches * batch_s)
 
 
 def _pass_s(architecture: Architecture, job: Job, gpu: Gpu, rows: int, length: int) -> float:

@@ -8,12 +8,11 @@ Where training divides the weights, a model that answers, judges or is compared 
 holds some of its layers, and all of them work on the same rows, as many as each would answer alone, times the stages.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.hardware.devices import Gpu
-from common.planning.architectures import Architecture, Linear
+from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import (
@@ -117,43 +116,37 @@ class _PhaseSums:
 
         Of files each rank reads its part alone. Weights that are drawn, quantized or DeepSpeed's come module by module.
         """
-        job, there = self.job, self._trained.weights()
-        moments = [("the last weight", there)]
-        sharing = job.parallelism
+        job, architecture, there = self.job, self.architecture, self._trained.weights()
+        moments, sharing = [("the last weight", there)], job.parallelism
         is_divided = sharing.shards_weights or sharing.splits_matrices or sharing.pipelines
         if is_divided and (job.draws_weights or job.method.quantizes or sharing.uses_deepspeed):
-            architecture, each = self.architecture, job.weight_bytes
-            embeddings = architecture.embedding_parameters
-            widest = widest_matrix(architecture)
+            embeddings, each = architecture.embedding_parameters, job.weight_bytes
             has_own_head = not (architecture.tied or architecture.classes)
-            last = max(widest, embeddings) if has_own_head else widest
+            last = max(widest_matrix(architecture), embeddings * has_own_head)
+            ranks = job.shard_ranks if sharing.shards_weights else job.devices
+            first = where(
+                (True, numbers("weights", "embeddings before they are divided", embeddings, each)),
+                (not sharing.pipelines, numbers("weights", "part of the embeddings", embeddings, each, ranks)),
+            )
             moments += [
                 ("the last module, whole", [*there, numbers("weights", "a module before it is divided", last, each)]),
-                ("the embeddings, whole", self._embeddings_whole(embeddings)),
+                ("the embeddings, whole", first),
             ]
         return self._phase("loading", "trained model", *moments, attends=False)
-
-    def _embeddings_whole(self, count: int) -> list[Term]:
-        """Return the embeddings, which come first, and this rank's part of them."""
-        job = self.job
-        ranks = job.shard_ranks if job.parallelism.shards_weights else job.devices
-        part = numbers("weights", "part of the embeddings", count, job.weight_bytes, ranks)
-        whole = numbers("weights", "embeddings before they are divided", count, job.weight_bytes)
-        return [whole, *where((not job.parallelism.pipelines, part))]
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
         rows = self._filled_up(self.shape.validated) * self.shape.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
-        passing = self._trained_layer(rows // parts, length, length)
-        pictures = self._pictures(rows)
-        layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing, *pictures]
-        of_loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
-        loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *of_loss]
-        moments = [("forward of a layer", [*kept, *layer]), (TOWER_FORWARD, [*kept, *self._looking(rows)])]
+        layer = self._trained_layer(rows // parts, length, length) + self._pictures(rows)
+        moments = [
+            ("forward of a layer", [*kept, *sums.gathered(FSDP_GATHERED_IN_FORWARD), *layer]),
+            (TOWER_FORWARD, [*kept, *self._looking(rows)]),
+        ]
         if self.share.has_head:
-            moments.append(("loss", [*kept, *loss]))
+            loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
+            moments.append(("loss", [*kept, *sums.gathered(FSDP_GATHERED_AT_LOSS), *loss]))
         return self._phase("validation", "trained model, optimizer", *moments)
 
     def saving(self) -> Phase:
@@ -221,8 +214,12 @@ class _PhaseSums:
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
         moments.append((TOWER_FORWARD, [*answering, *self._looking(self._answered)]))
-        if self.job.batch.goal.compares:
-            moments += [(moment, [*answering, *terms]) for moment, terms in self._given_answers(a).items()]
+        if self.job.batch.goal.compares:  # how likely both given answers to a batch of prompts are
+            rows = self._answered * shape.sequences_per_row
+            layer = self._layer(rows, shape.length, shape.length, a)
+            head = self._whole.loss_without_gradients(rows, shape.length, shape.labelled)
+            moments.append(("forward of a layer of the given answers", [*answering, *layer]))
+            moments.append(("head of the given answers", [*answering, *head]))
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)
             size = 2 * self._answered * length * self.architecture.hidden * 4
@@ -298,13 +295,12 @@ class _PhaseSums:
 
     def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
-        sums = self._whole
         if not self.job.method.quantizes:
             weights = self._whole_weights("weights")
             if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
                 return weights, times_each(weights, 2, "2 x "), "tuned model and base"
             return weights, weights, "tuned model; then the base" if is_tuned else "base"
-        quantized, whole = sums.base_weights(), self._whole_weights()
+        quantized, whole = self._whole.base_weights(), self._whole_weights()
         if not self._has_room_for_whole():
             return quantized, quantized, "adapter on the quantized base" if is_tuned else "quantized base"
         if is_tuned:
@@ -323,17 +319,15 @@ class _PhaseSums:
         sums = self._trained
         if not self.job.parallelism.pipelines:
             return sums.between_steps()
-        size = tokens * self.architecture.hidden * sums.hidden_bytes
-        parts = self.job.micro_batches
-        received = Term("buffers", "hidden states to receive", "T H x, all parts", size)
-        handed_on = activations(
-            "hidden states that were handed on", "T H x, but for the last part", size * (1 - 1 / parts)
+        size, but_the_last = tokens * self.architecture.hidden * sums.hidden_bytes, 1 - 1 / self.job.micro_batches
+        return where(
+            (True, sums.weights() + sums.optimizer_states()),
+            (not self.share.has_embeddings, Term("buffers", "hidden states to receive", "T H x, all parts", size)),
+            (
+                not self.share.has_head,
+                activations("hidden states that were handed on", "T H x, but for the last part", size * but_the_last),
+            ),
         )
-        return [
-            *sums.weights(),
-            *sums.optimizer_states(),
-            *where((not self.share.has_embeddings, received), (not self.share.has_head, handed_on)),
-        ]
 
     def _whole_logits(self, count: int, with_copy: bool = False) -> Term:
         """Return all logits, a pipeline's with those of its micro-batches; of a shorter format also their fp32 copy."""
@@ -346,7 +340,7 @@ class _PhaseSums:
         job = self.job
         trained = sum(
             layers * sum(linear.inputs * linear.outputs for linear in stack.linears if job.trains(linear))
-            for stack, layers in zip(part_of_rank(self.architecture, job).stacks, self.share.layers, strict=True)
+            for stack, layers in self._trained.stacks
         )
         copies = numbers("weights", "autocast's copies of the trained matrices", trained, job.arithmetic_bytes)
         return where((job.autocasts, copies))
@@ -370,16 +364,14 @@ class _PhaseSums:
         tower = self._tower(rows)
         return [*tower.inputs(), *tower.result()] if tower else []
 
-    def _adapts(self, linear: Linear) -> bool:
-        """Whether the trained model has an adapter there whose result comes beside the layer's widest tensors."""
-        return self.job.adapts(linear) and not linear.ends_block
-
     def _trained_layer(self, rows: int, length: int, target_length: int) -> list[Term]:
         """Return what the widest layer of the trained model works on, where ranks divide it."""
-        job = self.job
-        part = part_of_rank(self.architecture, job)
+        job, part = self.job, part_of_rank(self.architecture, self.job)
+        linears = [linear for stack in part.stacks for linear in stack.linears]
+        # where an adapter's result comes beside the layer's widest tensors
+        adapted = frozenset(linear.block for linear in linears if job.adapts(linear) and not linear.ends_block)
         states = HIDDEN_STATES - job.parallelism.pipelines  # a stage lets go of the embeddings
-        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, self._adapts, part, states)
+        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, adapted, part, states)
         return [*passing, *self._trained.summed(rows * length)]
 
     def _layer(
@@ -388,20 +380,19 @@ class _PhaseSums:
         length: int,
         target_length: int,
         a: int,
-        adapts: Callable[[Linear], bool] = lambda linear: False,
+        adapted: frozenset[str] = frozenset(),
         part: Architecture | None = None,
         states: int = HIDDEN_STATES,
     ) -> list[Term]:
         """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
 
         So many hidden `states` (the embeddings, the layer's input, its sum with the attention's result, and the norm of
-        that), and what the MLP or the attention makes of the last; where it `adapts` one, also an adapter's result.
-        `part` is what a rank has of the layers; None: all.
+        that), and what the MLP or the attention makes of the last; of a block that is `adapted` also its adapter's
+        result. `part` is what a rank has of the layers; None: all.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
         the layer keeps the last, and the mask, until it ends.
         """
         architecture, is_eager = part or self.architecture, self.job.attention == "eager"
-        adapted = {linear.block for stack in architecture.stacks for linear in stack.linears if adapts(linear)}
         of_mlp = (3 if architecture.family.is_llama_like else 2) + ("mlp" in adapted)
         of_attention = (3 if is_eager else 5) + ("attention" in adapted)
         q = architecture.heads * architecture.head_dim
@@ -419,14 +410,6 @@ class _PhaseSums:
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
         ]
-
-    def _given_answers(self, a: int) -> dict[str, list[Term]]:
-        """Return the moments of finding how likely both given answers to a batch of prompts are."""
-        shape, rows = self.shape, self._answered * self.shape.sequences_per_row
-        return {
-            "forward of a layer of the given answers": self._layer(rows, shape.length, shape.length, a),
-            "head of the given answers": self._whole.loss_without_gradients(rows, shape.length, shape.labelled),
-        }
 
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
@@ -471,11 +454,7 @@ class _PhaseSums:
         return rows * tokens * self.architecture.kv_heads * self.architecture.head_dim * a
 
     def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
-        layers = sum(
-            layers
-            for stack, layers in zip(self.architecture.stacks, self._whole.share.layers, strict=True)
-            if stack.kind != "encoder"
-        )
+        layers = sum(layers for stack, layers in self._whole.stacks if stack.kind != "encoder")
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
 
 

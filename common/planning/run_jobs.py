@@ -61,8 +61,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.compares else 0.0,
         micro_batches=run.micro_batches,
         schedule=run.schedule,
-        # a budget may divide each micro-batch
-        accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
+        accumulation_steps=run.gradient_accumulation_steps,
         offload=run.offload == "cpu",
         cpu_operations=run.device == "cpu",
         evaluation=evaluation or evaluation_of_run(run, batch),

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 
 from common.base.errors import BadInputError
 from common.hardware.devices import GIB, Gpu
-from common.planning.architectures import Architecture, Linear, Stack, Tower
+from common.planning.architectures import Architecture, Stack, Tower
 from common.planning.job import Job, Kernels
 from common.planning.shares import Share, sees, trains_head, whole_model
 from common.planning.tower_activations import job_of_tower
@@ -103,9 +103,9 @@ class KernelSet:
 # norm turns numbers to fp32, squares, averages, scales, turns them back, and multiplies by its weights: 18 numbers of
 # 16 bits for each of the hidden state. A fused kernel reads it and writes it: 2.
 KERNEL_SETS: dict[Kernels, KernelSet] = {
-    "plain": KernelSet(18, 10, 5, (1, 5), (6, 4), 22, 40),
-    "fused": KernelSet(2, 2, 3, (1, 3), (3, 2), 5, 20),
-    "compiled": KernelSet(2, 2, 3, (1, 3), (3, 2), 10, 15),
+    "plain": KernelSet(norm=18, rotary=10, gate=5, adapter_inputs=(1, 5), adapter_outputs=(6, 4), loss=22, kernels=40),
+    "fused": KernelSet(norm=2, rotary=2, gate=3, adapter_inputs=(1, 3), adapter_outputs=(3, 2), loss=5, kernels=20),
+    "compiled": KernelSet(norm=2, rotary=2, gate=3, adapter_inputs=(1, 3), adapter_outputs=(3, 2), loss=10, kernels=15),
 }
 RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
 EAGER_SCORE = 15  # of attention without a fused kernel, per score
@@ -206,70 +206,44 @@ def _forward_passes(job: Job) -> int:
 # -- bytes
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """What a device's memory sends and takes in a step, besides attention's and the optimizer's.
+def step_bytes(architecture: Architecture, job: Job, share: Share) -> float:
+    """Count the bytes of a step's kernels, without attention's scores: what each operation reads and writes, once."""
+    products, between, adapters, loss, unpacking = _bytes_of_layers(architecture, job, share)
+    if sees(architecture, job, share):
+        encoder, own_job = architecture.tower.encoder, job_of_tower(architecture.tower, job)
+        one_pass = replace(own_job, gradient_checkpointing=False)
+        of_tower = _bytes_of_layers(encoder, own_job if job.trains_tower else one_pass, whole_model(encoder))
+        passes = 1 if job.trains_tower else 1 / (1 + BACKWARD_PASSES)
+        products, between = products + passes * of_tower[0], between + passes * of_tower[1]
+    return products + between + adapters + loss + unpacking
 
-    Attributes:
-        products: The matrices that are multiplied, and the results.
-        between: Norms, activations, rotary positions, residuals, and what attention reads and writes.
-        adapters: Adapters' own.
-        loss: Of the loss over the vocabulary.
-        unpacking: Of weights in 4 or 8 bits, turned to 16 bits in each pass.
+
+def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> tuple[float, float, float, float, float]:
+    """Count the bytes of a stack's kernels, of five kinds.
+
+    The matrices that are multiplied, and the results; norms, activations, rotary positions, residuals, and what
+    attention reads and writes; adapters' own; the loss over the vocabulary; and 4-bit weights, which are turned to 16
+    bits in each pass.
     """
-
-    products: float
-    between: float
-    adapters: float
-    loss: float
-    unpacking: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.products + self.between + self.adapters + self.loss + self.unpacking
-
-
-def step_bytes(architecture: Architecture, job: Job, share: Share) -> StepBytes:
-    """Count the bytes of a step's kernels: what each operation reads and writes, once."""
-    own = _bytes_of_layers(architecture, job, share)
-    if not sees(architecture, job, share):
-        return own
-    encoder, own_job = architecture.tower.encoder, job_of_tower(architecture.tower, job)
-    one_pass = replace(own_job, gradient_checkpointing=False)
-    of_tower = _bytes_of_layers(encoder, own_job if job.trains_tower else one_pass, whole_model(encoder))
-    passes = 1 if job.trains_tower else 1 / (1 + BACKWARD_PASSES)
-    products, between = own.products + passes * of_tower.products, own.between + passes * of_tower.between
-    return replace(own, products=products, between=between)
-
-
-def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> StepBytes:
     a, kernels = job.arithmetic_bytes, KERNEL_SETS[job.kernels]
     forward_passes, products, between, adapters, unpacking = _forward_passes(job), 0.0, 0.0, 0.0, 0.0
+    # numbers that an adapter reads and writes in a step, per input and per output of its projection
+    per_input, per_output = (
+        forward_passes * forward + backward for forward, backward in (kernels.adapter_inputs, kernels.adapter_outputs)
+    )
+    makes_copies = job.autocasts and not job.method.quantizes  # of fp32 weights in 16 bits, in each forward pass
     for stack, layers in zip(architecture.stacks, share.layers, strict=True):
         between += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
             tokens, size = job.batch.tokens_into(linear, stack), linear.inputs * linear.outputs
             passes = forward_passes + 1 + job.trains(linear)
             products += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
-            products += layers * forward_passes * (4 + a) * size * _casts(job)
+            products += layers * forward_passes * (4 + a) * size * makes_copies
             unpacking += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
-            adapters += layers * a * tokens * _adapter(kernels, linear, forward_passes) * job.adapts(linear)
+            of_adapter = per_input * linear.inputs + per_output * linear.outputs
+            adapters += layers * a * tokens * of_adapter * job.adapts(linear)
     logits = job.batch.sequences * job.head_positions * architecture.vocab * share.has_head
-    return StepBytes(products, between, adapters, 2 * kernels.loss * logits, unpacking)
-
-
-def _casts(job: Job) -> bool:
-    """Return whether each forward pass makes 16-bit copies of fp32 weights."""
-    return job.autocasts and not job.method.quantizes
-
-
-def _adapter(kernels: KernelSet, linear: Linear, forward_passes: int) -> float:
-    """Return the numbers per token that an adapter's operations read and write in a step."""
-    (inputs, inputs_back), (outputs, outputs_back) = kernels.adapter_inputs, kernels.adapter_outputs
-    return (forward_passes * inputs + inputs_back) * linear.inputs + (
-        forward_passes * outputs + outputs_back
-    ) * linear.outputs
+    return products, between, adapters, 2 * kernels.loss * logits, unpacking
 
 
 def _between_products(architecture: Architecture, job: Job, stack: Stack) -> float:
@@ -338,17 +312,12 @@ def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu
     flops, per_s = step_flops(architecture, job, share), products_per_s(gpu, job)
     weighed = flops.total - flops.attention + flops.attention / ATTENTION_REACHED
     bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED
-    passes = (_forward_passes(job) + BACKWARD_PASSES) * job.micro_batches
-    launches = (sum(share.layers) * passes + _tower_passes(architecture, job, share)) * KERNEL_SETS[job.kernels].kernels
-    others_s = step_bytes(architecture, job, share).total / bytes_per_s
-    return Computing(weighed / per_s, others_s, launches * LAUNCH_S)
-
-
-def _tower_passes(architecture: Architecture, job: Job, share: Share) -> int:
-    """Return how often a layer of a vision tower is computed in a step."""
-    if not sees(architecture, job, share):
-        return 0
-    return architecture.tower.encoder.layers * (_forward_passes(job) + BACKWARD_PASSES if job.trains_tower else 1)
+    passes = _forward_passes(job) + BACKWARD_PASSES
+    layer_passes = sum(share.layers) * passes * job.micro_batches
+    if sees(architecture, job, share):
+        layer_passes += architecture.tower.encoder.layers * (passes if job.trains_tower else 1)
+    others_s = step_bytes(architecture, job, share) / bytes_per_s
+    return Computing(weighed / per_s, others_s, layer_passes * KERNEL_SETS[job.kernels].kernels * LAUNCH_S)
 
 
 def products_per_s(gpu: Gpu, job: Job) -> float:

@@ -12,12 +12,13 @@ from statistics import median
 from typing import Any
 
 from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
-from common.planning.calibration import times_as_fast
-from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
+from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
+from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.searches import smallest_ratio
 from common.planning.shares import (
     Share,
@@ -222,9 +223,30 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
             reached.setdefault(CPU_DEVICE, []).append(flops_per_s * _times_counted(record))
         elif record["steps"] < MIN_CALIBRATION_STEPS:
             continue
-        elif devices and (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
+        elif devices and (gpu := gpu_of_device(devices[0])) and (times := _times_as_fast(record, gpu)):
             reached.setdefault(gpu.name, []).append(times)
     return reached
+
+
+def _times_as_fast(record: dict[str, Any], gpu: Gpu) -> float | None:
+    """Return the measured tokens per second of a run on one GPU over those that the model has for rows as it had.
+
+    Rows count with their mean length. None where the record does not say what its rows were, its model has no shape
+    here, or the GPU does not compute as it did.
+    """
+    rank, planned = record["world"][0], record.get("planned")
+    if not planned or not rank.get("samples"):
+        return None
+    longest = planned["batch"]
+    try:
+        run = RunConfig.of_record(record["config"])
+        length = max(1, round(rank["tokens"] / rank["samples"] / run.goal.sequences_per_row))
+        batch = BatchShape(longest["rows"], length, min(longest["labelled"], length), task=run.task)
+        architecture = architecture_of_run(run, batch)
+        seconds = computing_time(architecture, job_of_run(run, batch), whole_model(architecture), gpu).total_s
+    except BadInputError:
+        return None
+    return record["tokens_per_s"] / (batch.tokens / seconds)
 
 
 def _times_counted(record: dict[str, Any]) -> float:
@@ -335,11 +357,6 @@ def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -
     if job.offload:
         return touched / (OFFLOADED_GB_PER_S * 1e9)
     return touched / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
-
-
-def sent_bytes(architecture: Architecture, job: Job) -> float:
-    """Count the bytes that one rank sends in a step."""
-    return sum(traffic(architecture, job))
 
 
 def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:

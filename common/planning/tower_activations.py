@@ -3,10 +3,9 @@
 Letters beside those of `memory_plan`: N patches of all pictures' squares, Hv the tower's hidden size, Iv its MLP's.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-from common.planning.architectures import Stack, Tower
+from common.planning.architectures import Tower
 from common.planning.job import BatchShape, Job
 from common.planning.layer_activations import LayerActivations
 from common.planning.terms import Term, activations, times_each, where
@@ -25,61 +24,32 @@ def job_of_tower(tower: Tower, job: Job) -> Job:
     return replace(job, technique="full", target_modules=(), lora_dropout=0.0, batch=batch, evaluation=None, **alone)
 
 
-@dataclass(frozen=True)
 class TowerActivations:
     """The terms of a tower and its connector, beside their weights.
 
     Attributes:
         job: Of the whole model.
+        stack, layer: The encoder's layers, and the terms of one of them.
+        hidden_bytes: `x` of the tower: bytes of a hidden state between its layers, as wide as its weights.
+        patches: `N`.
+        hidden: Numbers of the hidden states of all patches.
+        pixels: Of all squares.
+        tokens: That stand for all squares in the decoder.
     """
 
-    tower: Tower
-    job: Job
-
-    @cached_property
-    def own_job(self) -> Job:
-        """What the encoder does by itself."""
-        return job_of_tower(self.tower, self.job)
-
-    @cached_property
-    def layer(self) -> LayerActivations:
-        """The terms of one of its layers."""
-        return LayerActivations(self.tower.encoder, self.own_job, self.own_job.batch, self.hidden_bytes)
-
-    @property
-    def stack(self) -> Stack:
-        """Its layers."""
-        return self.tower.encoder.stacks[0]
-
-    @property
-    def hidden_bytes(self) -> int:
-        """`x` of the tower: bytes of a hidden state between its layers, as wide as its weights."""
-        return self.job.weight_bytes
-
-    @property
-    def patches(self) -> int:
-        """`N`."""
-        return self.own_job.batch.tokens
-
-    @property
-    def pixels(self) -> int:
-        """Of all squares."""
-        return self.own_job.batch.rows * self.tower.tile**2
-
-    @property
-    def tokens(self) -> int:
-        """That stand for all squares in the decoder."""
-        return self.own_job.batch.rows * self.tower.tokens
+    def __init__(self, tower: Tower, job: Job) -> None:
+        self.tower, self.job, self.stack, self.hidden_bytes = tower, job, tower.encoder.stacks[0], job.weight_bytes
+        own_job = job_of_tower(tower, job)
+        self.layer = LayerActivations(tower.encoder, own_job, own_job.batch, self.hidden_bytes)
+        self.patches = own_job.batch.tokens
+        self.hidden = self.patches * tower.encoder.hidden
+        self.pixels = own_job.batch.rows * tower.tile**2
+        self.tokens = own_job.batch.rows * tower.tokens
 
     def inputs(self) -> list[Term]:
         """Return the batch's pictures, which are there all the time that a step takes."""
         each = self.tower.channels * PIXEL_BYTES + PIXEL_MASK_BYTES
         return [Term("buffers", "pictures, and which of their pixels count", f"pixels x {each}", self.pixels * each)]
-
-    def _copied_inputs(self) -> list[Term]:
-        """Return the squares that are not padding, which the tower copies."""
-        each = self.tower.channels * self.job.weight_bytes + PIXEL_MASK_BYTES
-        return [activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each)]
 
     def forward(self) -> list[Term]:
         """Return what a layer's forward pass works on, whether or not anything of it is kept.
@@ -97,30 +67,38 @@ class TowerActivations:
             self.patches * max(in_mlp, in_attention),
         )
         cast = Term("weights", "autocast's copy of a matrix of the vision tower", "Hv Iv a", widest * a)
-        return [*self._copied_inputs(), passing, *where((self.job.autocasts, cast))]
+        each = self.tower.channels * x + PIXEL_MASK_BYTES  # the tower copies squares that are not padding
+        squares = activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each)
+        return where((True, [squares, passing]), (self.job.autocasts, cast))
 
     def result(self) -> list[Term]:
         """Return what waits while the decoder's layers go forward: the encoder's output, and the tokens made of it."""
-        encoder, decoders_hidden = self.tower.encoder, self.tower.connector.outputs
-        output = self.patches * encoder.hidden * NORM_BYTES
-        tokens = 2 * self.tokens * decoders_hidden * self.job.arithmetic_bytes
+        tokens = 2 * self.tokens * self.tower.connector.outputs * self.job.arithmetic_bytes
         return [
-            activations("vision tower: its output in fp32", "N Hv 4", output),
+            activations("vision tower: its output in fp32", "N Hv 4", self.hidden * NORM_BYTES),
             activations("pictures' tokens, twice", "2 tokens H a", tokens),
         ]
 
     def saved(self, one_left: bool = False) -> list[Term]:
-        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left."""
+        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left.
+
+        Beside its layers: what the embeddings of patches keep, and until their backward pass the last norm and the
+        connector.
+        """
         if not self.job.trains_tower:
             return []
-        layers = 1 if one_left else self.stack.layers
-        return [*times_each(self._layer_kept(), layers, f"vision tower, {layers} x "), *self._ends_saved(one_left)]
-
-    def _layer_kept(self) -> list[Term]:
-        if not self.job.gradient_checkpointing:
-            return self.layer.saved(self.stack)
-        size = self.patches * self.tower.encoder.hidden * self.hidden_bytes
-        return [activations("layer input", "N Hv x", size)]
+        layers, a, hidden = 1 if one_left else self.stack.layers, self.job.arithmetic_bytes, self.hidden
+        pixels = self.pixels * self.tower.channels * a
+        layer = self.layer.saved(self.stack)
+        if self.job.gradient_checkpointing:
+            layer = [activations("layer input", "N Hv x", hidden * self.hidden_bytes)]
+        return where(
+            (True, times_each(layer, layers, f"vision tower, {layers} x ")),
+            (True, activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N",
+                               pixels + POSITION_BYTES * self.patches)),
+            (not one_left, activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES)),
+            (not one_left, activations("input of the connector", "N Hv a", hidden * a)),
+        )  # fmt: skip
 
     def cached_copies(self) -> list[Term]:
         """Return copies of a trained tower's matrices that checkpointing does not keep, but autocast until it ends."""
@@ -129,24 +107,12 @@ class TowerActivations:
         layers = self.stack.layers
         return times_each(self.layer.weight_copies(self.stack.linears), layers, f"vision tower, {layers} x ")
 
-    def _ends_saved(self, one_left: bool) -> list[Term]:
-        """Return what the embeddings of patches keep, and until their backward pass the last norm and the connector."""
-        a, hidden = self.job.arithmetic_bytes, self.patches * self.tower.encoder.hidden
-        pixels = self.pixels * self.tower.channels * a
-        return where(
-            (True, activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N",
-                               pixels + POSITION_BYTES * self.patches)),
-            (not one_left, activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES)),
-            (not one_left, activations("input of the connector", "N Hv a", hidden * a)),
-        )  # fmt: skip
-
     def layer_backward(self) -> list[Term]:
         """Return what is alive only while one of the tower's layers is back-propagated."""
-        encoder, a = self.tower.encoder, self.job.arithmetic_bytes
+        in_mlp = self.patches * self.tower.encoder.intermediate * self.job.arithmetic_bytes
         saved = self.layer.saved(self.stack) if self.job.gradient_checkpointing else []
         return [
             *times_each(saved, 1, "vision tower, computed again: "),
-            activations("vision tower: gradients within the MLP", "N Iv a", self.patches * encoder.intermediate * a),
-            activations("vision tower: gradients of hidden states", "2 N Hv x",
-                        2 * self.patches * encoder.hidden * self.hidden_bytes),
-        ]  # fmt: skip
+            activations("vision tower: gradients within the MLP", "N Iv a", in_mlp),
+            activations("vision tower: gradients of hidden states", "2 N Hv x", 2 * self.hidden * self.hidden_bytes),
+        ]

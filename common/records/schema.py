@@ -5,7 +5,6 @@ Pydantic checks a record against `Fields`. Keys that are not named here are take
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -37,6 +36,13 @@ def _drawn(score: float) -> float:
     return score
 
 
+def _keys(types: dict[str, Any]) -> Any:
+    """Return the type of a dictionary with these keys; one with a question mark at its end may be missing."""
+    return TypedDict(
+        "Keys", {key.rstrip("?"): NotRequired[kind] if key.endswith("?") else kind for key, kind in types.items()}
+    )
+
+
 Text = Annotated[str, Field(max_length=100_000)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Some = Annotated[int, Field(ge=1, le=MOST)]
@@ -47,169 +53,115 @@ Score = Annotated[float, AfterValidator(_drawn)]
 """A loss or a score, which is no number or infinite where a run diverged."""
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
+NotEmpty = Field(min_length=1)
 
-
-class Environment(TypedDict):
-    """Where a run was."""
-
-    packages: dict[Text, Text | None]
-    devices: list[Text]
-    threads_per_rank: Some | None
-    commit: Text | None
-
-
-Share = TypedDict("Share", {"device": Text, "samples": Count, "tokens": Count})
-
-
-class Memory(TypedDict):
-    """The memory of a device, in GiB."""
-
-    rank: Count
-    device: Text
-    planned_gib: Amount | None
-    peak_training_gib: NotRequired[Positive | None]
-    peak_allocated_gib: Amount | None
-    peak_rss_gib: Amount
-    total_gib: Amount
-    planned_gib_by_phase: NotRequired[dict[Text, Amount]]
-    peak_gib_by_phase: NotRequired[dict[Text, Amount]]
-
-
-Batch = TypedDict("Batch", {"rows": Some, "labelled": Count})
-Planned = TypedDict("Planned", {"batch": Batch, "sent_bytes": NotRequired[Amount]})
-Rows = TypedDict("Rows", {"training_rows": Count, "training_tokens": Count})
-
-
-Scores = TypedDict(
-    "Scores",
-    {
-        **dict.fromkeys(
-            ("similarity_score", "similarity_score_tuned", "similarity_score_minilm", "shuffled_score",
-             "shuffled_score_minilm", "facts_said_share", "commonest_facts_said_share", "swapped_facts_said_share",
-             "preference_accuracy", "chosen_reward", "reward_margin", "invented_dates_share", "undated_share", "words"),
-            Score | None,
-        ),
-        "facts_said_share_by_kind": dict[Text, Score | None],
-        **dict.fromkeys(("accuracy", "macro_f1", "rouge1", "rouge2", "rougeL", "rougeLsum", "exact_share"), Score),
-        **dict.fromkeys(("accuracy_interval", "macro_f1_interval"), Interval),
-        **dict.fromkeys(("questions", "rows"), Count),
-        "labels": list[Text],
-        "confusion": list[list[Count]],
-    },
-    total=False,
-)  # fmt: skip
+Scores = _keys({
+    **dict.fromkeys(
+        ("similarity_score?", "similarity_score_tuned?", "similarity_score_minilm?", "shuffled_score?",
+         "shuffled_score_minilm?", "facts_said_share?", "commonest_facts_said_share?", "swapped_facts_said_share?",
+         "preference_accuracy?", "chosen_reward?", "reward_margin?", "invented_dates_share?", "undated_share?",
+         "words?"),
+        Score | None,
+    ),
+    "facts_said_share_by_kind?": dict[Text, Score | None],
+    **dict.fromkeys(("accuracy?", "macro_f1?", "rouge1?", "rouge2?", "rougeL?", "rougeLsum?", "exact_share?"), Score),
+    **dict.fromkeys(("accuracy_interval?", "macro_f1_interval?"), Interval),
+    **dict.fromkeys(("questions?", "rows?"), Count),
+    "labels?": list[Text],
+    "confusion?": list[list[Count]],
+})  # fmt: skip
 """How good a model is; None where nobody judged, or the data name no facts."""
-
-
-class Quality(TypedDict):
-    """How good the model was before and after training."""
-
-    before: NotRequired[Scores | None]
-    after: Scores
-    after_original_base: NotRequired[Scores | None]
-
-
-class Ceiling(TypedDict):
-    """The highest speed-up to expect of a machine."""
-
-    strong: Positive
-    weak: Positive
-    one_rank_global_batch_step_s: Amount
-    one_rank_share_step_s: Amount
-    all_ranks_share_step_s: Amount
-    reached: NotRequired[Amount | None]
-
-
-class Held(TypedDict):
-    """Bytes between two passes."""
-
-    weights_bytes: Some
-    gradients_bytes: Count
-    optimizer_bytes: Count
-
-
-HeldByRanks = TypedDict("HeldByRanks", {"per_rank": Annotated[list[Held], Field(min_length=1)], "whole": Held})
-Sent = TypedDict("Sent", {"bytes": Amount, "by_collective": dict[Text, Amount]})
-
-
-class Quantization(TypedDict):
-    """How a base is stored in few bits."""
-
-    bits_per_quantized_weight: Amount
-    weights_gib: Positive
-    unquantized_gib: Amount
-    quantized_share: Figure
-
-
-Stage = TypedDict("Stage", {"idle_share": Figure})
+Held = _keys({"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
+"""Of a rank between two passes."""
 SCHEDULES = ("naive", "gpipe", "1f1b")
-ListsOfSchedules = TypedDict("ListsOfSchedules", dict.fromkeys(SCHEDULES, list[Figure]))
-Pipeline = TypedDict(
-    "Pipeline",
-    {
+
+Fields = _keys({
+    "status": Literal["completed", "failed", "oom", "interrupted"],
+    "technique": Text,
+    "parallel": Text,
+    "run_folder": Annotated[Text, AfterValidator(_inside)],
+    "run_name": Annotated[Text, AfterValidator(_name)],
+    "launcher": Text,
+    "command": Text,
+    "started_at": Text,
+    "config": dict[Text, Text | bool | int | float],
+    "environment": _keys({
+        "packages": dict[Text, Text | None],
+        "devices": list[Text],
+        "threads_per_rank": Some | None,
+        "commit": Text | None,
+    }),
+    "phases_s": dict[Text, Amount],
+    "model_commit?": Text | None,
+    "error?": Text,
+    "cost?": _keys({"usd": Amount}) | None,
+    "planned?": _keys({"batch": _keys({"rows": Some, "labelled": Count}), "sent_bytes?": Amount}) | None,
+    "data?": _keys({"training_rows": Count, "training_tokens": Count}) | None,
+    "quality?": _keys({"before?": Scores | None, "after": Scores, "after_original_base?": Scores | None}),
+    "world?": Annotated[list[_keys({"device": Text, "samples": Count, "tokens": Count})], NotEmpty],
+    "effective_batch_size?": Some,
+    "peak_learning_rate?": Amount,
+    "steps?": Some,
+    "train_time_s?": Positive,
+    "reporting_s?": Amount,
+    "tokens_per_s?": Positive,
+    "trained_parameters?": Count,
+    "flops_per_token?": Positive,
+    "updated_share?": Figure | None,
+    "training_losses?": list[Point],
+    "validation_losses?": Annotated[list[Point], NotEmpty],
+    "validation_accuracies?": list[Point],
+    "best_validation_loss?": Score,
+    "best_accuracy?": Score,
+    "merged_validation_losses?": dict[Text, Score],
+    "checkpoints?": _keys({"best": Text | None, "went_on_from": Text | None}),
+    "memory?": Annotated[
+        list[
+            _keys({
+                "rank": Count,
+                "device": Text,
+                "planned_gib": Amount | None,
+                "peak_training_gib?": Positive | None,
+                "peak_allocated_gib": Amount | None,
+                "peak_rss_gib": Amount,
+                "total_gib": Amount,
+                "planned_gib_by_phase?": dict[Text, Amount],
+                "peak_gib_by_phase?": dict[Text, Amount],
+            })
+        ],
+        NotEmpty,
+    ],
+    "machine_ceiling?": _keys({
+        "strong": Positive,
+        "weak": Positive,
+        "one_rank_global_batch_step_s": Amount,
+        "one_rank_share_step_s": Amount,
+        "all_ranks_share_step_s": Amount,
+        "reached?": Amount | None,
+    }) | None,
+    "held?": _keys({"per_rank": Annotated[list[Held], NotEmpty], "whole": Held}),
+    "sent?": _keys({"bytes": Amount, "by_collective": dict[Text, Amount]}),
+    "quantization?": _keys({
+        "bits_per_quantized_weight": Amount,
+        "weights_gib": Positive,
+        "unquantized_gib": Amount,
+        "quantized_share": Figure,
+    }),
+    "stages?": list[_keys({"idle_share": Figure})] | None,
+    "pipeline?": _keys({
         **dict.fromkeys(("stages", "micro_batches"), Some),
-        "step_s": TypedDict("StepsOfSchedules", dict.fromkeys(SCHEDULES, Positive)),
-        **dict.fromkeys(("idle_share", "peak_activations_mib"), ListsOfSchedules),
+        "step_s": _keys(dict.fromkeys(SCHEDULES, Positive)),
+        **dict.fromkeys(("idle_share", "peak_activations_mib"), _keys(dict.fromkeys(SCHEDULES, list[Figure]))),
         **dict.fromkeys(
             ("ideal_speedup", "machine_ceiling", "allowed_speedup", "small_micro_batches_factor",
              "unequal_stages_factor", "sending_and_waiting_factor", "naive_factor", "speedup", "share_of_allowed"),
             Figure,
         ),
-    },
-)  # fmt: skip
-"""The schedules of a pipeline, timed in turn."""
-
-
-Cost = TypedDict("Cost", {"usd": Amount})
-Checkpoints = TypedDict("Checkpoints", {"best": Text | None, "went_on_from": Text | None})
-
-
-class Fields(TypedDict):
-    """A record. What is not required came with later code, means something for some runs only, or was not reached."""
-
-    status: Literal["completed", "failed", "oom", "interrupted"]
-    technique: Text
-    parallel: Text
-    run_folder: Annotated[Text, AfterValidator(_inside)]
-    run_name: Annotated[Text, AfterValidator(_name)]
-    launcher: Text
-    command: Text
-    started_at: Text
-    config: dict[Text, Text | bool | int | float]
-    environment: Environment
-    phases_s: dict[Text, Amount]
-    model_commit: NotRequired[Text | None]
-    error: NotRequired[Text]
-    cost: NotRequired[Cost | None]
-    planned: NotRequired[Planned | None]
-    data: NotRequired[Rows | None]
-    quality: NotRequired[Quality]
-    world: NotRequired[Annotated[list[Share], Field(min_length=1)]]
-    effective_batch_size: NotRequired[Some]
-    peak_learning_rate: NotRequired[Amount]
-    steps: NotRequired[Some]
-    train_time_s: NotRequired[Positive]
-    reporting_s: NotRequired[Amount]
-    tokens_per_s: NotRequired[Positive]
-    trained_parameters: NotRequired[Count]
-    flops_per_token: NotRequired[Positive]
-    updated_share: NotRequired[Figure | None]
-    training_losses: NotRequired[list[Point]]
-    validation_losses: NotRequired[Annotated[list[Point], Field(min_length=1)]]
-    validation_accuracies: NotRequired[list[Point]]
-    best_validation_loss: NotRequired[Score]
-    best_accuracy: NotRequired[Score]
-    merged_validation_losses: NotRequired[dict[Text, Score]]
-    checkpoints: NotRequired[Checkpoints]
-    memory: NotRequired[Annotated[list[Memory], Field(min_length=1)]]
-    machine_ceiling: NotRequired[Ceiling | None]
-    held: NotRequired[HeldByRanks]
-    sent: NotRequired[Sent]
-    quantization: NotRequired[Quantization]
-    stages: NotRequired[list[Stage] | None]
-    pipeline: NotRequired[Pipeline | None]
-    gallery: NotRequired[list[dict[Text, str | bool | None]]]
-
+    }) | None,
+    "gallery?": list[dict[Text, str | bool | None]],
+})  # fmt: skip
+"""A record. What may be missing came with later code, means something for some runs only, or was not reached."""
+RECORD = TypeAdapter(Fields)
 
 # -- what a completed run has
 
@@ -239,41 +191,24 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 def wrong_in(record: object) -> str:
     """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well."""
     try:
-        _adapter().validate_python(record, strict=True)
+        RECORD.validate_python(record, strict=True)
+        if is_registered(record):
+            idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         place = ".".join(map(str, first["loc"])) or "it"
-        if first["type"] == "missing":
-            return f"{place} is missing" + _more(others)
-        return (
-            f"{place} is {begin_of(repr(first['input']), 60)} ({first['msg'].removeprefix('Value error, ')})"
-            + _more(others)
-        )
-    try:
-        if is_registered(record):
-            idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
+        value = f"{begin_of(repr(first['input']), 60)} ({first['msg'].removeprefix('Value error, ')})"
+        more = f"; values that are wrong besides: {len(others)}" if others else ""
+        return f"{place} is {'missing' if first['type'] == 'missing' else value}{more}"
     except BadInputError as error:
         return str(error)
     return ""
 
 
-@cache
-def _adapter() -> TypeAdapter:
-    return TypeAdapter(Fields)
-
-
-def _more(others: list[Any]) -> str:
-    return f"; values that are wrong besides: {len(others)}" if others else ""
-
-
-def missing_from(record: Mapping[str, Any]) -> str:
-    """Return what a record of a completed run lacks, whose values are well; empty: nothing."""
+def missing_from(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that a record of a completed run lacks, whose values are well."""
     if record["status"] != "completed" or not is_registered(record):
-        return ""
-    return ", ".join(_missing(record))
-
-
-def _missing(record: Mapping[str, Any]) -> Iterator[str]:
+        return
     task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
     needed = {
         *FIGURES,

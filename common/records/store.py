@@ -175,7 +175,7 @@ def load_whole_record(path: Path) -> Record:
     from common.records.schema import missing_from  # here: as in `load_record`
 
     record = load_record(path)
-    if missing := missing_from(record):
+    if missing := ", ".join(missing_from(record)):
         raise BadInputError(f"{path} is of a completed run, but lacks {missing}: {AGAIN}")
     return record
 

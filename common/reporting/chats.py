@@ -15,15 +15,13 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table, rows_with_accumulation
+from common.reporting.columns import Column, Table, column
 from common.reporting.rows import (
     FULL_DDP,
     FULL_FSDP,
     FULL_ZERO3,
     LORA,
     LORA_DDP,
-    NOT_RUN,
     STRONG,
     WEAK,
     Row,
@@ -38,27 +36,18 @@ from common.reporting.rows import (
     waiting,
 )
 
-TWO_CARDS_QUESTION = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024"
-SETTINGS = ("quantization", "optim", "precision")
-"""Settings that are named where they differ from the defaults; the first means something for QLoRA alone."""
-WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
-"""Of runs side by side what is left out where all have the same."""
-
 # -- columns
 
 
-ROWS = Column(
-    "Batch size", lambda row: col.BATCH.cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row)
-)
-WHAT, WHERE = (col.APPROACH, col.SEED), (col.FIGURES, col.DEVICES)
-TIMES, MEMORY = (col.BATCH, col.STEPS, col.TIME, col.TOKENS_PER_S), (col.PEAK, col.PLANNED, col.COMMAND)
+WHAT, WHERE = ("approach", "seed"), ("figures", "devices")
+TIMES, MEMORY = ("batch", "steps", "time", "tokens_per_s"), ("peak", "planned", "command")
 QUALITY = (
-    *(*WHAT, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS, col.EFFECTIVE_BATCH, col.LEARNING_RATE),
-    *(col.SCORE_BEFORE, col.SCORE_TUNED, col.MINILM_BEFORE, col.MINILM, col.SHUFFLED, col.SHUFFLED_MINILM),
-    col.FACTS_BEFORE,
+    *(*WHAT, "score", "facts", "loss", *WHERE, "epochs", "rows", "effective_batch", "learning_rate"),
+    *("score_before", "score_tuned", "minilm_before", "minilm", "shuffled", "shuffled_minilm"),
+    "facts_before",
 )
-SPEED = (*WHAT, *TIMES, *WHERE, col.REPORTING, *MEMORY)
-SCALED = (*WHAT, *TIMES, col.SPEEDUP, col.CEILING, *WHERE, col.REPORTING, *MEMORY)
+SPEED = (*WHAT, *TIMES, *WHERE, "reporting", *MEMORY)
+SCALED = (*WHAT, *TIMES, "speedup", "ceiling", *WHERE, "reporting", *MEMORY)
 
 
 def milliseconds(seconds: float) -> str:
@@ -87,8 +76,11 @@ def _epochs(row: Row) -> str:
 
 
 def _unusual(row: Row) -> str:
-    """Return those of `SETTINGS` that differ from the defaults; older records may lack one."""
-    names = SETTINGS if TECHNIQUES[row["technique"]].quantizes else SETTINGS[1:]
+    """Return how a run's weights are stored and optimized where that differs from the defaults.
+
+    Older records may lack a setting.
+    """
+    names = ("quantization",) * TECHNIQUES[row["technique"]].quantizes + ("optim", "precision")
     found = {name: row["config"].get(name) for name in names}
     return ", ".join(value for name, value in found.items() if value not in (None, getattr(RunConfig, name)))
 
@@ -135,7 +127,8 @@ def planner_says(question: str) -> str:
 
 def _plans_on_two_cards(_: list[Record]) -> list[Row]:
     """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
-    ranked = json.loads(planner_says(f"{TWO_CARDS_QUESTION} --json"))["ranked"]
+    question = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024 --json"
+    ranked = json.loads(planner_says(question))["ranked"]
     fit = len(list(takewhile(_is_likely_to_fit, ranked)))
     return ranked[: fit + 1]
 
@@ -145,12 +138,12 @@ TABLES = {
         _front_runs,
         (
             Column("What", _what),
-            col.SHORT_DEVICES,
-            col.BATCH.titled("Rows per step"),
-            col.TIME.titled("Time"),
-            col.SPEEDUP.titled("Speed-up"),
-            col.CEILING.titled("Ceiling"),
-            col.FACTS,
+            "short_devices",
+            "batch as Rows per step",
+            "time as Time",
+            "speedup as Speed-up",
+            "ceiling as Ceiling",
+            "facts",
         ),
     ),
     "two-cards": Table(
@@ -179,31 +172,30 @@ TABLES = {
     "master": Table(
         completed,
         (
-            col.TECHNIQUE,
+            "technique",
             Column("Settings", _unusual),
-            col.MODEL,
+            "model",
             Column(
                 "Data",
                 lambda row: f"{Path(row['config']['data']).name}, {_rows_seen(row):,} rows in up to {_epochs(row)}",
             ),
-            col.MACHINE,
+            "machine",
             Column(
                 "Before",
-                lambda row: (
-                    f"before: score {col.SCORE_BEFORE.cell(row)}, by MiniLM {col.JUDGED_BEFORE.cell(row)}, "
-                    f"facts said {col.FACTS_BEFORE.cell(row)}"
+                lambda row: "before: score {}, by MiniLM {}, facts said {}".format(
+                    *(column(name).cell(row) for name in ("score_before", "judged_before", "facts_before"))
                 ),
             ),
             Column("Devices", _shared_by),
             Column("Launcher", "launcher"),
-            col.SEED,
-            col.BATCH.titled("Batch"),
-            col.LEARNING_RATE.titled("Learning rate"),
-            col.TIME.titled("Time"),
-            col.PEAK.titled("Peak GiB"),
-            col.SCORE.titled("Score"),
-            col.JUDGED.titled("MiniLM"),
-            col.FACTS.titled("Facts"),
+            "seed",
+            "batch as Batch",
+            "learning_rate as Learning rate",
+            "time as Time",
+            "peak as Peak GiB",
+            "score as Score",
+            "judged as MiniLM",
+            "facts as Facts",
         ),
         shared=("Technique", "Settings", "Model", "Data", "Machine", "Before"),
     ),
@@ -211,26 +203,26 @@ TABLES = {
         lambda _: published(),
         (
             Column("Source", "source"),
-            col.APPROACH,
-            col.DEVICES.titled("GPUs"),
-            col.EPOCHS,
-            col.BATCH.titled("Batch"),
-            col.LEARNING_RATE.titled("Learning rate"),
-            col.TIME.titled("Time"),
-            col.SCORE.titled("Score"),
+            "approach",
+            "devices as GPUs",
+            "epochs",
+            "batch as Batch",
+            "learning_rate as Learning rate",
+            "time as Time",
+            "score as Score",
         ),
         shared=("Source",),
     ),
     "results-not-run": Table(
         waiting,
         (
-            col.MODEL,
+            "model",
             Column("Epochs", _epochs),
             Column("Run folder", "run_folder", lambda place: f"{place.partition('_')[0]}, `{Path(place).name}`"),
-            col.APPROACH,
-            col.DEVICES.titled("GPUs"),
-            col.BATCH.titled("Batch"),
-            col.LEARNING_RATE.titled("Learning rate"),
+            "approach",
+            "devices as GPUs",
+            "batch as Batch",
+            "learning_rate as Learning rate",
         ),
         shared=("Model", "Epochs"),
     ),
@@ -246,7 +238,7 @@ TABLES = {
     "ddp-strong": Table(partial(_ddp_runs, same=STRONG), SCALED),
     # fewer, larger steps for the same rows (weak scaling)
     "ddp-weak": Table(
-        partial(_ddp_runs, same=WEAK), (*SCALED, col.CUDA, col.VRAM), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
+        partial(_ddp_runs, same=WEAK), (*SCALED, "cuda", "vram"), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
     ),
     # where a step's time goes when its rows are shared; the bare steps were timed in the run
     "ddp-step": Table(
@@ -254,9 +246,9 @@ TABLES = {
             row for row in _ddp_runs(records, STRONG) if kind_of(row) == LORA_DDP and row.get("machine_ceiling")
         ],
         (
-            col.SEED,
+            "seed",
             Column("Started by", "launcher"),
-            col.STEPS,
+            "steps",
             Column("One rank, the whole batch, in training", lambda row: step_s(row["baseline"]), milliseconds),
             Column("One rank, the whole batch, bare", "machine_ceiling.one_rank_global_batch_step_s", milliseconds),
             Column("One rank, its share alone, bare", "machine_ceiling.one_rank_share_step_s", milliseconds),
@@ -272,9 +264,8 @@ TABLES = {
 # -- runs side by side
 
 
-FACTS_OF_ORIGINAL_BASE = replace(col.FACTS, value="quality.after_original_base.facts_said_share")
+FACTS_OF_ORIGINAL_BASE = replace(column("facts"), value="quality.after_original_base.facts_said_share")
 """Of an adapter that was merged into the base before it was quantized."""
-SAME_WORK = {STRONG: "at the same effective batch", WEAK: "at the same rows per device"}
 
 
 def _has_adapters(row: Row) -> bool:
@@ -282,8 +273,8 @@ def _has_adapters(row: Row) -> bool:
 
 
 SIDE_BY_SIDE = (
-    col.KIND.titled("approach"),
-    col.DEVICES.titled("devices"),
+    "kind as approach",
+    "devices as devices",
     Column("rows per device and step", "config.per_device_train_batch_size", int),
     Column("effective batch size", "effective_batch_size", int),
     Column("steps", "steps", int),
@@ -293,20 +284,20 @@ SIDE_BY_SIDE = (
         lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
         none=None,
     ),
-    col.SCORE_BEFORE.titled("similarity score before"),
-    col.SCORE.titled("similarity score after"),
-    col.JUDGED_BEFORE.titled("by MiniLM before"),
-    col.JUDGED.titled("by MiniLM after"),
-    col.SHUFFLED.titled("answers shuffled"),
-    col.JUDGED_SHUFFLED.titled("shuffled, by MiniLM"),
-    col.FACTS_BEFORE.titled("facts said before"),
-    col.FACTS.titled("facts said after"),
-    col.LOSS.titled("lowest validation loss"),
-    col.WHOLE_TIME.titled("training time"),
-    col.REPORTING.titled("of that, validation and checkpoints"),
-    col.TOKENS_PER_S.titled("tokens per second"),
-    col.PEAK.titled("peak memory per device (GiB)"),
-    col.PLANNED.titled("training's peak, planned / measured"),
+    "score_before as similarity score before",
+    "score as similarity score after",
+    "judged_before as by MiniLM before",
+    "judged as by MiniLM after",
+    "shuffled as answers shuffled",
+    "judged_shuffled as shuffled, by MiniLM",
+    "facts_before as facts said before",
+    "facts as facts said after",
+    "loss as lowest validation loss",
+    "whole_time as training time",
+    "reporting as of that, validation and checkpoints",
+    "tokens_per_s as tokens per second",
+    "peak as peak memory per device (GiB)",
+    "planned as training's peak, planned / measured",
     Column(
         "weights that a step changes",
         lambda row: None if _has_adapters(row) else row["updated_share"],
@@ -327,10 +318,9 @@ SIDE_BY_SIDE = (
         none=None,
         missing=None,
     ),
-    replace(col.IDLE, title="idle share per stage", none=None, missing=None),
+    replace(column("idle"), title="idle share per stage", none=None, missing=None),
 )
 """What stands of a completed run beside others; None: it means nothing for this one."""
-FAILED = Column("status", lambda row: f"{row['status']}: {row.get('error', '')[:60]}")
 
 
 def side_by_side(records: list[Record]) -> pd.DataFrame:
@@ -338,16 +328,18 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
     table = pd.DataFrame({
         f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
     })  # fmt: skip
-    same = [name for name in WHERE_THEY_DIFFER if name in table.index and table.loc[name].dropna().nunique() < 2]
+    settings = table.index.intersection(["learning rate", "rank of the adapters"])  # shown where they differ
+    same = [name for name in settings if table.loc[name].dropna().nunique() < 2]
     return table.drop(index=same).dropna(how="all").fillna("")
 
 
 def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
     if record["status"] != "completed":
-        return {FAILED.title: FAILED.cell(record)}
-    said = {column.title: column.cell(record) for column in SIDE_BY_SIDE}
-    for same, words in SAME_WORK.items():
+        return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
+    said = {each.title: each.cell(record) for each in map(column, SIDE_BY_SIDE)}
+    for same, words in ((STRONG, "at the same effective batch"), (WEAK, "at the same rows per device")):
         row = beside_one_device([record], records, same)[-1]
         if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
-            said |= {f"speed-up {words}": col.SPEEDUP.cell(row), f"machine's ceiling {words}": col.CEILING.cell(row)}
+            said[f"speed-up {words}"] = column("speedup").cell(row)
+            said[f"machine's ceiling {words}"] = column("ceiling").cell(row)
     return said

@@ -5,7 +5,6 @@ from itertools import product
 
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting import columns as col
 from common.reporting.columns import Column, Table
 from common.reporting.rows import (
     NOT_PUBLISHED,
@@ -112,38 +111,38 @@ TABLES = {
         lambda records: [*settings(records), *_waiting(records), *published(metric="accuracy")],
         (
             SETTING,
-            col.FIGURES,
-            col.MODEL_ID,
-            col.DEVICES,
-            col.EPOCHS,
-            col.SEEDS,
+            "figures",
+            "model_id",
+            "devices",
+            "epochs",
+            "seeds",
             BEST,
             PEAKS,
-            col.TIME,
-            col.SPEEDUP_OF_TASK,
-            col.IDLE,
+            "time",
+            "speedup_of_task",
+            "idle",
         ),
     ),
-    "classification-details": Table(settings, (SETTING, ACCURACY, MACRO_F1, col.PLANNED, ALLOWED, SHARE, col.COMMAND)),
+    "classification-details": Table(settings, (SETTING, ACCURACY, MACRO_F1, "planned", ALLOWED, SHARE, "command")),
     "classification-front": Table(
         settings,
         (
-            col.TECHNIQUE,
-            col.MODEL_ID,
+            "technique",
+            "model_id",
             Column("Epochs", "config.num_train_epochs", "{} epochs"),
-            col.MACHINE,
+            "machine",
             Column(
                 "Setting",
                 lambda row: (
                     PARALLELISMS[row["parallel"]].label + _in_parts(row["parallel"], row["config"]["micro_batches"])
                 ),
             ),
-            col.DEVICE_COUNT,
-            col.SEEDS,
+            "device_count",
+            "seeds",
             BEST,
             PEAKS.titled("Peak GiB"),
-            col.TIME.titled("Time"),
-            col.SPEEDUP_OF_TASK,
+            "time as Time",
+            "speedup_of_task",
         ),
         shared=("Technique", "Model", "Epochs", "Machine"),
     ),
@@ -151,11 +150,11 @@ TABLES = {
         lambda records: [*published(metric="accuracy"), *settings(records)],
         (
             Column("Setting", _shorter),
-            col.SHORT_FIGURES,
-            col.SHORT_DEVICES,
+            "short_figures",
+            "short_devices",
             BEST.titled("Accuracy"),
             PEAKS.titled("GiB per device"),
-            col.TIME,
+            "time",
         ),
     ),
 }
@@ -165,12 +164,12 @@ ON_SCREEN = Table(
         SETTING,
         BEST.titled("Best"),
         ACCURACY.titled("Test accuracy (95 %)"),
-        col.TIME.titled("Time"),
-        col.SPEEDUP_OF_TASK,
+        "time as Time",
+        "speedup_of_task",
         ALLOWED.titled("Allowed"),
         SHARE.titled("Share"),
-        col.IDLE.titled("Idle"),
-        col.PLANNED.titled("Peak GiB, planned / measured"),
+        "idle as Idle",
+        "planned as Peak GiB, planned / measured",
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no classification run is completed yet")

@@ -17,7 +17,6 @@ from common.records.store import Record
 from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
-    PROJECTED,
     Kind,
     Row,
     approach,
@@ -92,13 +91,21 @@ class Column:
         return f"{mean} ({low} to {high})"
 
 
+def column(named: str | Column) -> Column:
+    """Return the column of `COLUMNS` with this name; `time as Time` has another heading. Other columns are returned."""
+    if isinstance(named, Column):
+        return named
+    name, _, title = named.partition(" as ")
+    return COLUMNS[name].titled(title) if title else COLUMNS[name]
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of the pages, which makes the cells of some records.
 
     Attributes:
         select: Returns a row for each line, of the kept records.
-        columns: What is said of each; none: the rows are texts by heading already.
+        columns: What is said of each, as `column` takes it; none: the rows are texts by heading already.
         waiting: Techniques and parallelisms whose run folders have a line as long as nobody has run them.
         published: Those of which results of others follow.
         shared: Headings of the columns whose values stand above the table's parts.
@@ -106,7 +113,7 @@ class Table:
     """
 
     select: Callable[[list[Record]], Iterable[Any]]
-    columns: Sequence[Column] = ()
+    columns: Sequence[str | Column] = ()
     waiting: Sequence[Kind] = ()
     published: Sequence[Kind] = ()
     shared: Sequence[str] = ()
@@ -121,11 +128,9 @@ class Table:
             rows += published(*self.published)
         if not self.columns:
             return pd.DataFrame(rows).fillna(NOT_RUN)
-        return pd.DataFrame(
-            [[column.cell(row) for column in self.columns] for row in rows],
-            columns=[column.title for column in self.columns],
-            dtype=object,
-        )
+        columns = list(map(column, self.columns))
+        cells = [[each.cell(row) for each in columns] for row in rows]
+        return pd.DataFrame(cells, columns=[each.title for each in columns], dtype=object)
 
 
 # -- values that are worked out
@@ -140,6 +145,11 @@ def training_time(row: Row) -> str:
 def in_percent(share: float) -> str:
     """Return `93.4`, for a column whose heading says that it is a share."""
     return f"{100 * share:.1f}"
+
+
+def speedup(row: Row) -> float:
+    """Return the training time of a row's baseline over its own."""
+    return row["baseline"]["train_time_s"] / row["train_time_s"]
 
 
 def mean_time_s(row: Row) -> float:
@@ -195,91 +205,95 @@ def memory_needed(row: Row) -> str:
     return f"{peak_gib:.2f} GiB" + (" (the process's memory)" if row["config"]["device"] == "cpu" else "")
 
 
-# -- columns: what was run
-
-
-APPROACH = Column("Approach", approach)
-KIND = Column("Approach", lambda row: kind_name(*kind_of(row)))
-TECHNIQUE = Column("Technique", lambda row: TECHNIQUES[row["technique"]].title)
-FIGURES = Column("Figures", lambda row: row.get("figures", "measured"))
-SHORT_FIGURES = Column("Figures", lambda row: row.get("figures", "measured").partition(":")[0])
-IS_PROJECTED = Column("Figures", lambda _: PROJECTED)
-MODEL = Column("Model", model_of)
-MODEL_ID = Column("Model", lambda row: row["config"]["model"] if row["status"] == NOT_RUN else model_of(row))
-MACHINE = Column("Machine", device_of)
-DEVICES = Column("Devices", devices_of)
-SHORT_DEVICES = Column("Devices", lambda row: devices_of(row).replace(", 1 thread x", " x"))
-DEVICE_COUNT = Column("Devices", "config.devices")
-SEED = Column("Seed", "config.seed")
-SEEDS = Column("Seeds", lambda row: len(row["seeds"]))
-EPOCHS = Column("Epochs", "config.num_train_epochs")
-BATCH = Column("Batch size", lambda row: f"{row['config']['per_device_train_batch_size']} x{data_parallel_ranks(row)}")
-EFFECTIVE_BATCH = Column(
-    "Effective batch size", lambda row: f"{rows_with_accumulation(row)} x{data_parallel_ranks(row)}"
-)
-LEARNING_RATE = Column(
-    "Learning rate scaling",
-    lambda row: f"{row['peak_learning_rate'] / row['config']['learning_rate']:.3g}x ({row['peak_learning_rate']:.3g})",
-)
-COMMAND = Column("Command", "command", as_code)
-
-# -- columns: how good it is
-
-LOSS = Column("Validation loss", "best_validation_loss", "{:.4f}")
-SCORE = Column("Similarity score", "quality.after.similarity_score", "{:.3f}")
-SCORE_BEFORE = Column("Similarity score before", "quality.before.similarity_score", "{:.3f}", missing=NO_BASELINE)
-SCORE_TUNED = Column("By the tuned model", "quality.after.similarity_score_tuned", "{:.3f}")
-MINILM = Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}")
-MINILM_BEFORE = Column("By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", missing=NO_BASELINE)
-SHUFFLED = Column("Answers shuffled", "quality.after.shuffled_score", "{:.3f}")
-SHUFFLED_MINILM = Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}")
-JUDGED, JUDGED_BEFORE, JUDGED_SHUFFLED = (replace(each, none=OFF) for each in (MINILM, MINILM_BEFORE, SHUFFLED_MINILM))
-"""By the independent judge in tables that tell where it was switched off."""
-FACTS = Column("Facts said", "quality.after.facts_said_share", "{:.0%}", none=NO_FACTS)
-FACTS_BEFORE = Column(
-    "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
-)
-UPDATED_SHARE = Column("Weights that a step changes", "updated_share", "{:.0%}")
-
-# -- columns: time
-
-STEPS = Column("Steps", "steps")
-TIME = Column("Training time", training_time)
-WHOLE_TIME = Column("Training time", "train_time_s", clock)
-MEAN_TIME = Column("Training time", mean_time_s, clock)
-REPORTING = Column("Of that, validation and checkpoints", "reporting_s", clock)
-TOKENS_PER_S = Column("Tokens per second", "tokens_per_s", "{:,.0f}")
-SPEEDUP = Column(
-    "Training speedup factor", lambda row: row["baseline"]["train_time_s"] / row["train_time_s"], "{:.2f}x"
-)
-SPEEDUP_OF_TASK = replace(SPEEDUP, title="Speed-up", missing="no run on one device")
-CEILING = Column("Machine's ceiling", "ceiling", lambda times: "1x" if times == 1 else f"{times:.2f}x")
-MICRO_BATCHES = Column(
-    "Micro-batches",
-    lambda row: f"{row['config']['micro_batches']}, {row['config']['schedule']}" if row["stages"] else None,
-    none="-",
-    missing="-",
-)
-IDLE = Column(
-    "Idle share per stage",
-    "stages",
-    lambda stages: " / ".join(f"{stage['idle_share']:.0%}" for stage in stages),
-    none="-",
-    missing="-",
-)
-CUDA = Column("CUDA scaling factor", lambda row: times_baseline(row, "cores"), none=NO_GPU)
-VRAM = Column("VRAM scaling factor", lambda row: times_baseline(row, "memory"), none=NO_GPU)
-
-# -- columns: memory
-
-PEAK = Column(
-    "Peak memory per device (GiB)",
-    "memory",
-    lambda memory: " / ".join(f"{entry['peak_allocated_gib'] or entry['peak_rss_gib']:.2f}" for entry in memory),
-)
-PLANNED = Column(
-    "Training's peak, planned / measured (GiB)",
-    planned_and_measured_gib,
-    lambda gib: f"{gib[0]:.2f} / {gib[1]:.2f} ({gib[0] / gib[1] - 1:+.0%})",
-)
-MEMORY_NEEDED = Column("VRAM requirement per GPU", memory_needed)
+COLUMNS = {
+    # what was run
+    "approach": Column("Approach", approach),
+    "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
+    "technique": Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
+    "figures": Column("Figures", lambda row: row.get("figures", "measured")),
+    "short_figures": Column("Figures", lambda row: row.get("figures", "measured").partition(":")[0]),
+    "model": Column("Model", model_of),
+    "model_id": Column("Model", lambda row: row["config"]["model"] if row["status"] == NOT_RUN else model_of(row)),
+    "machine": Column("Machine", device_of),
+    "devices": Column("Devices", devices_of),
+    "short_devices": Column("Devices", lambda row: devices_of(row).replace(", 1 thread x", " x")),
+    "device_count": Column("Devices", "config.devices"),
+    "seed": Column("Seed", "config.seed"),
+    "seeds": Column("Seeds", lambda row: len(row["seeds"])),
+    "epochs": Column("Epochs", "config.num_train_epochs"),
+    "batch": Column(
+        "Batch size", lambda row: f"{row['config']['per_device_train_batch_size']} x{data_parallel_ranks(row)}"
+    ),
+    "rows": Column(
+        "Batch size",
+        lambda row: COLUMNS["batch"].cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row),
+    ),
+    "effective_batch": Column(
+        "Effective batch size", lambda row: f"{rows_with_accumulation(row)} x{data_parallel_ranks(row)}"
+    ),
+    "learning_rate": Column(
+        "Learning rate scaling",
+        lambda row: (
+            f"{row['peak_learning_rate'] / row['config']['learning_rate']:.3g}x ({row['peak_learning_rate']:.3g})"
+        ),
+    ),
+    "command": Column("Command", "command", as_code),
+    # how good it is
+    "loss": Column("Validation loss", "best_validation_loss", "{:.4f}"),
+    "score": Column("Similarity score", "quality.after.similarity_score", "{:.3f}"),
+    "score_before": Column("Similarity score before", "quality.before.similarity_score", "{:.3f}", missing=NO_BASELINE),
+    "score_tuned": Column("By the tuned model", "quality.after.similarity_score_tuned", "{:.3f}"),
+    "minilm": Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}"),
+    "minilm_before": Column(
+        "By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", missing=NO_BASELINE
+    ),
+    "shuffled": Column("Answers shuffled", "quality.after.shuffled_score", "{:.3f}"),
+    "shuffled_minilm": Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}"),
+    # by the independent judge, in tables that tell where it was switched off
+    "judged": Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}", none=OFF),
+    "judged_before": Column(
+        "By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", none=OFF, missing=NO_BASELINE
+    ),
+    "judged_shuffled": Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}", none=OFF),
+    "facts": Column("Facts said", "quality.after.facts_said_share", "{:.0%}", none=NO_FACTS),
+    "facts_before": Column(
+        "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
+    ),
+    # time
+    "steps": Column("Steps", "steps"),
+    "time": Column("Training time", training_time),
+    "whole_time": Column("Training time", "train_time_s", clock),
+    "mean_time": Column("Training time", mean_time_s, clock),
+    "reporting": Column("Of that, validation and checkpoints", "reporting_s", clock),
+    "tokens_per_s": Column("Tokens per second", "tokens_per_s", "{:,.0f}"),
+    "speedup": Column("Training speedup factor", speedup, "{:.2f}x"),
+    "speedup_of_task": Column("Speed-up", speedup, "{:.2f}x", missing="no run on one device"),
+    "ceiling": Column("Machine's ceiling", "ceiling", lambda times: "1x" if times == 1 else f"{times:.2f}x"),
+    "micro_batches": Column(
+        "Micro-batches",
+        lambda row: f"{row['config']['micro_batches']}, {row['config']['schedule']}" if row["stages"] else None,
+        none="-",
+        missing="-",
+    ),
+    "idle": Column(
+        "Idle share per stage",
+        "stages",
+        lambda stages: " / ".join(f"{stage['idle_share']:.0%}" for stage in stages),
+        none="-",
+        missing="-",
+    ),
+    "cuda": Column("CUDA scaling factor", lambda row: times_baseline(row, "cores"), none=NO_GPU),
+    "vram": Column("VRAM scaling factor", lambda row: times_baseline(row, "memory"), none=NO_GPU),
+    # memory
+    "peak": Column(
+        "Peak memory per device (GiB)",
+        "memory",
+        lambda memory: " / ".join(f"{entry['peak_allocated_gib'] or entry['peak_rss_gib']:.2f}" for entry in memory),
+    ),
+    "planned": Column(
+        "Training's peak, planned / measured (GiB)",
+        planned_and_measured_gib,
+        lambda gib: f"{gib[0]:.2f} / {gib[1]:.2f} ({gib[0] / gib[1] - 1:+.0%})",
+    ),
+    "memory_needed": Column("VRAM requirement per GPU", memory_needed),
+}

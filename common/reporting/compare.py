@@ -3,12 +3,11 @@
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -18,8 +17,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
 from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
-from common.reporting import columns as col
-from common.reporting.columns import NO_BASELINE, OFF, Column
+from common.reporting.columns import NO_BASELINE, OFF, Column, column
 from common.reporting.rows import (
     Metric,
     Row,
@@ -57,16 +55,16 @@ def _questions(run: Record) -> int | None:
 
 QUALITY = (
     Column("best validation accuracy (higher is better)", "best_accuracy", "{:.4f}"),
-    col.LOSS.titled("lowest validation loss (lower is better)"),
+    "loss as lowest validation loss (lower is better)",
 )
 TIME = (
     Column("status", "status"),
-    col.STEPS.titled("optimizer steps"),
+    "steps as optimizer steps",
     Column("rows per step", "effective_batch_size"),
-    col.WHOLE_TIME.titled("training time"),
-    col.REPORTING.titled("of that, validation and checkpoints"),
+    "whole_time as training time",
+    "reporting as of that, validation and checkpoints",
     Column("step (s)", step_s, "{:.3f}"),
-    col.TOKENS_PER_S.titled("tokens per second"),
+    "tokens_per_s as tokens per second",
     Column("whole run", lambda run: sum(run["phases_s"].values()), clock),
     Column("bill (USD)", "cost.usd", "{:.2f}"),
 )
@@ -84,16 +82,15 @@ WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
     Column("number of test questions", _questions),
-    col.MODEL.titled("model"),
+    "model as model",
     Column("machine", first_device),
     Column("threads of a device", "environment.threads_per_rank"),
-    col.SEED.titled("seed"),
+    "seed as seed",
 )
 """Where runs differ in one of these, quality or time cannot be put down to the settings."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a table: a value for each run (None: it has none), and the cells as they are printed."""
 
     name: str
@@ -106,47 +103,41 @@ class Line:
         return len({str(value) for value in self.values if value is not None}) > 1
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Some runs with a label for each, in the order in which they were named."""
-
-    runs: list[Record]
-    labels: list[str]
-
-    def parts(self) -> dict[str, list[Line]]:
-        """Return the lines of each part: the settings that differ, quality, time and memory."""
-        metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
-        packages = {name for run in self.runs for name in run["environment"]["packages"]}
-        settings = [
-            Column("run folder", "run_folder"),
-            Column("started by", "launcher"),
-            *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
-            Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
-            *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
-        ]
-        with_settings = [{**run, "meant": settings_of(run)} for run in self.runs]
-        return {
-            "settings": [line for line in lines_of(settings, with_settings) if line.differs],
-            "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], self.runs),
-            "time": [line for line in lines_of(TIME, self.runs) if set(line.values) != {"completed"}],
-            "memory": lines_of(MEMORY, self.runs),
-        }
-
-    def warning(self) -> str:
-        """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
-        lines = lines_of(WHAT_COMPARES, self.runs)
-        other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
-        return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+def parts_of(runs: Sequence[Record]) -> dict[str, list[Line]]:
+    """Return the lines of each part: the settings in which runs differ, quality, time and memory."""
+    metrics = dict.fromkeys(chain.from_iterable(map(metrics_of, runs)))
+    packages = {name for run in runs for name in run["environment"]["packages"]}
+    settings = [
+        Column("run folder", "run_folder"),
+        Column("started by", "launcher"),
+        *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMES),
+        Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
+        *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
+    ]
+    with_settings = [{**run, "meant": settings_of(run)} for run in runs]
+    return {
+        "settings": [line for line in lines_of(settings, with_settings) if line.differs],
+        "quality": lines_of([*map(_before_and_after, metrics), *QUALITY], runs),
+        "time": [line for line in lines_of(TIME, runs) if set(line.values) != {"completed"}],
+        "memory": lines_of(MEMORY, runs),
+    }
 
 
-def lines_of(columns: Iterable[Column], runs: Sequence[Row]) -> list[Line]:
+def warning_of(runs: Sequence[Record]) -> str:
+    """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
+    lines = lines_of(WHAT_COMPARES, runs)
+    other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
+    return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+
+
+def lines_of(columns: Iterable[str | Column], runs: Sequence[Row]) -> list[Line]:
     """Return a line with the runs' values for each column; those that no run has are left out."""
     lines = []
-    for column in columns:
-        values = [column.value_in(run) for run in runs]
+    for each in map(column, columns):
+        values = [each.value_in(run) for run in runs]
         if any(value not in (None, [None, None]) for value in values):
-            cells = ["-" if value is None else column.written(value) for value in values]
-            lines.append(Line(column.title, values, [column.title, *cells]))
+            cells = ["-" if value is None else each.written(value) for value in values]
+            lines.append(Line(each.title, values, [each.title, *cells]))
     return lines
 
 
@@ -193,8 +184,11 @@ def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[P
     found: dict[Path, Record] = {}
     known = cache(partial(_known_records, results_root))  # read once, and only where a name is none of a place
     for name in names:
-        files = _files_at(Path(name).expanduser())
-        found |= dict(records_in(files)) if files else _called(known(), name)
+        if files := _files_at(Path(name).expanduser()):
+            found |= dict(records_in(files))
+        else:
+            chosen = called(list(known().values()), [name])
+            found |= {file: run for file, run in known().items() if run in chosen}
     if len(found) < 2:
         raise BadInputError(
             f"{len(found)} run is named ({', '.join(names)}), but two or more are compared: name another, or a pattern "
@@ -223,11 +217,6 @@ def _known_records(results_root: Path | None) -> dict[Path, Record]:
     }
 
 
-def _called(known: dict[Path, Record], name: str) -> dict[Path, Record]:
-    chosen = {id(run) for run in called(list(known.values()), [name])}
-    return {file: run for file, run in known.items() if id(run) in chosen}
-
-
 def labels_of(runs: Sequence[Record]) -> list[str]:
     """Return a short name for each run: its own, with its technique's number and its start where others share it."""
     labels = [run["run_name"] for run in runs]
@@ -242,26 +231,25 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
 # -- what is said
 
 
-def text_of(comparison: Comparison, picture: Path) -> str:
+def text_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
+    labels = ["", *labels_of(runs)]
     parts = [
-        f"{TITLES[part]}\n{fitted(['', *comparison.labels], [line.cells for line in lines])}"
-        if lines
-        else f"{TITLES[part]}: none"
-        for part, lines in comparison.parts().items()
+        f"{TITLES[part]}\n{fitted(labels, [line.cells for line in lines])}" if lines else f"{TITLES[part]}: none"
+        for part, lines in parts_of(runs).items()
     ]
-    return "\n\n".join(filter(None, [fill(comparison.warning(), screen_width()), *parts, f"losses by step: {picture}"]))
+    return "\n\n".join(filter(None, [fill(warning_of(runs), screen_width()), *parts, f"losses by step: {picture}"]))
 
 
-def json_of(comparison: Comparison, picture: Path) -> str:
+def json_of(runs: Sequence[Record], picture: Path) -> str:
     """Return the same as JSON: by name a value for each run, null where it has none."""
     curves = ("training_losses", "validation_losses", "validation_accuracies")
     return json.dumps(
         {
-            "warning": comparison.warning(),
-            "runs": comparison.labels,
-            **{part: {line.name: line.values for line in found} for part, found in comparison.parts().items()},
-            "curves": {name: [run.get(name) for run in comparison.runs] for name in curves},
+            "warning": warning_of(runs),
+            "runs": labels_of(runs),
+            **{part: {line.name: line.values for line in found} for part, found in parts_of(runs).items()},
+            "curves": {name: [run.get(name) for run in runs] for name in curves},
             "picture": str(picture),
         },
         indent=2,
@@ -295,15 +283,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with the curves' points")
     options = parser.parse_args()
     found = found_runs(options.runs, options.results_root)
-    comparison = Comparison(list(found.values()), labels_of(list(found.values())))
+    runs = list(found.values())
     if options.picture and os.path.lexists(options.picture):
         raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
-    write_picture(comparison, picture)
-    print(printable((json_of if options.json else text_of)(comparison, picture)))
+    write_picture(runs, picture)
+    print(printable((json_of if options.json else text_of)(runs, picture)))
 
 
-def write_picture(comparison: Comparison, picture: Path) -> None:
+def write_picture(runs: Sequence[Record], picture: Path) -> None:
     """Draw the runs' losses and their metric by step into a file.
 
     Raises:
@@ -313,6 +301,6 @@ def write_picture(comparison: Comparison, picture: Path) -> None:
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        plot_curves(comparison.runs, comparison.labels).savefig(picture)
+        plot_curves(runs, labels_of(runs)).savefig(picture)
     except (OSError, ValueError) as error:
         raise BadInputError(f"--picture is {picture}, which cannot be written ({error}): pass another file.") from None

@@ -5,8 +5,8 @@ disk, time and rent of each run folder as the planner has them.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
@@ -14,8 +14,7 @@ from common.base.specs import TASKS
 from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table, mean_time_s
+from common.reporting.columns import Column, Table, column, mean_time_s
 from common.reporting.full import PROJECTED_LENGTH, recipes
 from common.reporting.rows import (
     FULL,
@@ -44,11 +43,6 @@ from common.reporting.rows import (
 # -- what was found
 
 
-def _peak_in_training_gib(row: Row) -> float:
-    """Return the fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
-    return max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"])
-
-
 def _base_weights_mib(row: Row) -> float:
     """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
     if "quantization" in row:
@@ -75,26 +69,30 @@ def _memory(title: str, value_of: Callable[[Row], float], form: str) -> Column:
 
 
 SPEEDUP = Column("Speed-up", lambda row: mean_time_s(row["baseline"]) / mean_time_s(row), "{:.2f}x")
-IN_TRAINING = _memory("In training", _peak_in_training_gib, "{:.3f} GiB")
-BASE_WEIGHTS = _memory("Weights", _base_weights_mib, "{:.1f} MiB")
-HELD = _memory("Held by each", _held_mib, "{:.1f} MiB")
+IN_TRAINING = _memory(
+    "In training", lambda row: max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"]), "{:.3f} GiB"
+)
+"""The fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
 COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
-    "2.3": ((FULL, LORA, QLORA, QLORA_DDP), BASE_WEIGHTS),
+    "2.3": ((FULL, LORA, QLORA, QLORA_DDP), _memory("Weights", _base_weights_mib, "{:.1f} MiB")),
     "2.4": ((FULL,), IN_TRAINING),
     "2.5": ((FULL, FULL_MP), IN_TRAINING),
-    "2.6": ((FULL, FULL_DDP, FULL_FSDP, ("full", "zero1"), ("full", "zero2"), FULL_ZERO3), HELD),
+    "2.6": (
+        (FULL, FULL_DDP, FULL_FSDP, ("full", "zero1"), ("full", "zero2"), FULL_ZERO3),
+        _memory("Held by each", _held_mib, "{:.1f} MiB"),
+    ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 WHAT = (
     Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
-    col.SHORT_FIGURES,
-    col.SHORT_DEVICES,
-    col.BATCH,
-    Column("Score", col.SCORE.value, col.SCORE.format, over_seeds=True),
-    col.MEAN_TIME.titled("Time"),
+    "short_figures",
+    "short_devices",
+    "batch",
+    replace(column("score as Score"), over_seeds=True),
+    "mean_time as Time",
 )
 
 
@@ -135,21 +133,18 @@ def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = 
 
 def _needs(records: list[Record], number: str) -> list[Row]:
     """Return what each run folder of a technique needs: projected for GPUs, measured on a CPU."""
-    own = {folder: run for folder, run in run_folders().items() if folder.parent.name.startswith(number)}
-    return [_need(folder, run, records) for folder, run in own.items()]
-
-
-def _need(folder: Path, run: RunConfig, records: list[Record]) -> Row:
     from common.checks.inputs import disk_need  # here, as it imports torch, which other tables do not need
 
-    disk_gib = disk_need(run).total_bytes / GIB
-    on_cpu = run.device == "cpu"
-    return {
-        "Run folder": f"[{folder.name}]({folder.name})",
-        "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
-        "Disk, GiB": f"{disk_gib:.2f}" if on_cpu else f"{disk_gib:.0f}",
-        **(_needed_before(run, records) if on_cpu else _needed_by_plan(run)),
-    }
+    return [
+        {
+            "Run folder": f"[{folder.name}]({folder.name})",
+            "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
+            "Disk, GiB": f"{disk_need(run).total_bytes / GIB:.{2 if run.device == 'cpu' else 0}f}",
+            **(_needed_before(run, records) if run.device == "cpu" else _needed_by_plan(run)),
+        }
+        for folder, run in run_folders().items()
+        if folder.parent.name.startswith(number)
+    ]
 
 
 def _needed_before(run: RunConfig, records: list[Record]) -> Row:
@@ -187,12 +182,13 @@ def _needed_by_plan(run: RunConfig) -> Row:
     }
 
 
-OWN_FOLDERS = [task.number for task in TASKS.values() if task.number]
-"""Numbers of the folders of tasks that are not done in those of the techniques."""
 TABLES = {
     **{
         f"found {number}": Table(partial(_found, number=number), (*WHAT, gain))
         for number, (_, gain) in COMPARED.items()
     },
-    **{f"needs {number}": Table(partial(_needs, number=number)) for number in (*COMPARED, *OWN_FOLDERS)},
+    **{
+        f"needs {number}": Table(partial(_needs, number=number))
+        for number in (*COMPARED, *filter(None, (task.number for task in TASKS.values())))
+    },
 }

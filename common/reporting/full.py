@@ -14,7 +14,6 @@ from common.planning.job import BatchShape
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, Plan, plan_run
 from common.planning.shares import trained_parameters
 from common.records.store import Record
-from common.reporting import columns as col
 from common.reporting.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
 from common.reporting.columns import Column, Table
 from common.reporting.rows import (
@@ -40,7 +39,6 @@ from common.reporting.rows import (
     not_run,
     published,
     step_s,
-    waiting,
 )
 
 PROJECTED_LENGTH = 1024
@@ -53,14 +51,7 @@ SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
 # -- columns
 
 
-def _without(columns: tuple[Column, ...], *left_out: Column) -> tuple[Column, ...]:
-    return tuple(column for column in columns if column not in left_out)
-
-
-FULL_QUALITY = _without(QUALITY, col.LEARNING_RATE, col.SHUFFLED_MINILM, col.SHUFFLED)
-SHARDED_QUALITY = _without(QUALITY, col.SCORE_TUNED, col.SHUFFLED_MINILM, col.SHUFFLED)
-AGAINST_ONE_DEVICE = col.SPEEDUP.titled("Against one device")
-A_STEP = Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row)))
+FULL_QUALITY = [name for name in QUALITY if name not in ("learning_rate", "shuffled_minilm", "shuffled")]
 SIZE = (
     Column("Model", lambda row: f"{model_of(row)}, {row['trained_parameters'] / 1e6:.1f}M trained"),
     Column("Rows per step", "config.per_device_train_batch_size"),
@@ -70,11 +61,6 @@ SIZE = (
 def _of_whole(row: Row, key: str) -> str:
     """Return what the fullest rank holds of a part, beside what one device would."""
     return f"{row['fullest'][key] / MIB:.2f} of {row['held']['whole'][key] / MIB:.2f}"
-
-
-def _by_collective(sizes: dict[str, int]) -> str:
-    in_mib = {name.strip("_"): size / MIB for name, size in sizes.items()}
-    return ", ".join(f"{name} {mib:.2f}" for name, mib in in_mib.items() if mib >= 0.005)
 
 
 # -- rows
@@ -116,7 +102,13 @@ def _projected_precisions(_: list[Record]) -> Iterator[Row]:
     for (target_modules, what), precision in product(trained.items(), ("bf16", "bf16-mixed", "fp32")):
         plan = projected_plan(replace(run, precision=precision, target_modules=target_modules))
         gradients_gib = trained_parameters(plan.architecture, plan.job) * plan.job.trained_bytes / GIB
-        yield {"trained": what, "precision": precision, "gradients_gib": gradients_gib, "device": plan.devices[0]}
+        yield {
+            "trained": what,
+            "precision": precision,
+            "gradients_gib": gradients_gib,
+            "device": plan.devices[0],
+            "figures": PROJECTED,
+        }
 
 
 def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
@@ -167,18 +159,6 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
     return [record for record in runs if record["run_folder"].startswith(SHARDING_FOLDER)]
 
 
-def _sharded_beside_one_device(records: list[Record]) -> list[Row]:
-    baselines = [
-        record for record in recipes(records, FULL) if record["config"]["per_device_train_batch_size"] in (16, 32)
-    ]
-    return [*baselines, *_sharded_runs(records), *waiting(records, *_sharding_kinds("full"))]
-
-
-def _sharded_speed(records: list[Record]) -> list[Row]:
-    runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    return beside_one_device(runs, records, STRONG)
-
-
 def _looked_into(records: list[Record], key: str) -> list[Record]:
     """Return one run of each kind and model that has `key`: what is held and sent does not depend on the rest."""
     kinds = [FULL_DDP, *_sharding_kinds("full", "lora")]
@@ -217,6 +197,7 @@ def _parallelisms_on_gpus(_: list[Record]) -> Iterator[Row]:
             "plan": plan,
             "device": plan.devices[plan.tightest],
             "gpu": plan.cluster.gpus[plan.tightest],
+            "figures": PROJECTED,
         }
 
 
@@ -252,13 +233,13 @@ TABLES = {
             Column("Precision", "config.precision"),
             Column("Learning rate", "config.learning_rate", "{:g}"),
             Column("Batch size", "config.per_device_train_batch_size"),
-            col.STEPS,
-            col.UPDATED_SHARE,
-            col.LOSS,
-            col.FACTS,
-            col.WHOLE_TIME,
-            col.FIGURES,
-            col.COMMAND,
+            "steps",
+            Column("Weights that a step changes", "updated_share", "{:.0%}"),
+            "loss",
+            "facts",
+            "whole_time",
+            "figures",
+            "command",
         ),
     ),
     "full-memory": Table(
@@ -277,7 +258,7 @@ TABLES = {
             Column("Peak (GiB)", "device.peak_gib", "{:.1f}"),
             Column("Fits an A100 80GB", lambda row: fits(row["device"].safe_gib, "A100 80GB SXM")),
             Column("Fits an H200 141GB", lambda row: fits(row["device"].safe_gib, "H200 141GB")),
-            col.IS_PROJECTED,
+            "figures",
         ),
     ),
     # 2.5
@@ -286,7 +267,7 @@ TABLES = {
     ),
     "mp-speed": Table(
         lambda records: beside_one_device(recipes(records, FULL_MP), records, WEAK),
-        (*WHAT, *TIMES, *WHERE, col.CUDA, col.VRAM, col.MEMORY_NEEDED, col.COMMAND),
+        (*WHAT, *TIMES, *WHERE, "cuda", "vram", "memory_needed", "command"),
         waiting=(FULL_MP,),
         published=(FULL, FULL_MP),
     ),
@@ -295,25 +276,35 @@ TABLES = {
         _batch_sizes,
         (
             Column("Approach", "name"),
-            col.DEVICES,
+            "devices",
             Column("Batch size", "config.per_device_train_batch_size"),
             Column("Rows", "rows"),
             Column("Steps", "steps", "{:,}"),
-            A_STEP,
+            Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row))),
             Column("Training without validation", lambda row: row["train_time_s"] - row["reporting_s"], clock),
-            col.FIGURES,
+            "figures",
         ),
     ),
     # 2.6
-    "sharding-quality": Table(_sharded_beside_one_device, SHARDED_QUALITY),
+    "sharding-quality": Table(
+        lambda records: [
+            *(run for run in recipes(records, FULL) if run["config"]["per_device_train_batch_size"] in (16, 32)),
+            *_sharded_runs(records),
+        ],
+        [name for name in QUALITY if name not in ("score_tuned", "shuffled_minilm", "shuffled")],
+        waiting=_sharding_kinds("full"),
+    ),
     "sharding-speed": Table(
-        _sharded_speed, (*WHAT, *TIMES, AGAINST_ONE_DEVICE, col.CEILING, col.LOSS, *WHERE, *MEMORY)
+        lambda records: beside_one_device(
+            [run for run in _sharded_runs(records) if run["config"]["learning_rate_scaling"] == "none"], records, STRONG
+        ),
+        (*WHAT, *TIMES, "speedup as Against one device", "ceiling", "loss", *WHERE, *MEMORY),
     ),
     "sharding-held": Table(
         _held,
         (
-            col.KIND,
-            col.MODEL,
+            "kind",
+            "model",
             Column("Ranks", lambda row: len(row["held"]["per_rank"])),
             Column("Weights (MiB)", partial(_of_whole, key="weights_bytes")),
             Column("Gradients (MiB)", partial(_of_whole, key="gradients_bytes")),
@@ -323,28 +314,34 @@ TABLES = {
                 lambda row: sum(row["fullest"].values()) / sum(row["held"]["whole"].values()),
                 "{:.2f} of one device's",
             ),
-            col.FIGURES,
+            "figures",
         ),
     ),
     # bytes that a rank sends in a step, counted call by call, beside the formula
     "sharding-traffic": Table(
         lambda records: _looked_into(records, "sent"),
         (
-            col.KIND,
-            col.MODEL,
+            "kind",
+            "model",
             Column("Ranks", lambda row: len(row["world"])),
             Column("Sent per rank and step (MiB), counted", lambda row: row["sent"]["bytes"] / MIB, "{:.3f}"),
             Column("By the formula", lambda row: row["planned"]["sent_bytes"] / MIB, "{:.3f}"),
             Column("Difference", lambda row: row["sent"]["bytes"] / row["planned"]["sent_bytes"] - 1, "{:+.1%}"),
-            Column("Whole tensors, by collective (MiB)", "sent.by_collective", _by_collective),
-            col.FIGURES,
+            Column(
+                "Whole tensors, by collective (MiB)",
+                "sent.by_collective",
+                lambda sizes: ", ".join(
+                    f"{name.strip('_')} {size / MIB:.2f}" for name, size in sizes.items() if size / MIB >= 0.005
+                ),
+            ),
+            "figures",
         ),
     ),
     "sharding-memory": Table(
         _parallelisms_on_gpus,
         (
             Column("GPUs", "gpus"),
-            col.KIND,
+            "kind",
             Column("Precision", "plan.job.precision"),
             Column("Rows per step", "rows_per_step"),
             Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
@@ -353,7 +350,7 @@ TABLES = {
             Column("Fits", "plan.verdict"),
             Column("A step", "plan.time.total_s", "{:.1f} s"),
             Column("Sent per rank and step (GB)", "plan.time.sent_gb", "{:.1f}"),
-            col.IS_PROJECTED,
+            "figures",
         ),
     ),
     # 2.7
@@ -365,7 +362,7 @@ TABLES = {
     ),
     "pp-speed": Table(
         lambda records: beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG),
-        (*WHAT, *TIMES, col.MICRO_BATCHES, AGAINST_ONE_DEVICE, col.IDLE, *WHERE, *MEMORY),
+        (*WHAT, *TIMES, "micro_batches", "speedup as Against one device", "idle", *WHERE, *MEMORY),
         waiting=(FULL_PP,),
     ),
     "pp-schedules": Table(
@@ -392,7 +389,7 @@ TABLES = {
                 "in_schedule.peak_activations_mib",
                 lambda stages: " / ".join(f"{mib:.1f}" for mib in stages),
             ),
-            col.FIGURES,
+            "figures",
         ),
     ),
     # from the formula's speed-up to the one that was reached: where the rest goes
@@ -416,13 +413,13 @@ TABLES = {
     "pp-published": Table(
         lambda _: [row for row in published(metric="accuracy") if not PARALLELISMS[row["parallel"]].replicates],
         (
-            col.APPROACH,
-            col.DEVICES.titled("GPUs"),
-            col.EPOCHS,
+            "approach",
+            "devices as GPUs",
+            "epochs",
             Column("Accuracy", "best_accuracy", "{:.2%}"),
             Column("Memory per GPU", "memory_gb", lambda sizes: " / ".join(f"{gb} GB" for gb in sizes)),
             Column("Training time", "train_time"),
-            col.FIGURES,
+            "figures",
         ),
     ),
 }

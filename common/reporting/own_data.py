@@ -7,8 +7,7 @@ from math import ceil
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column, Table, column
 from common.reporting.rows import Kind, Row, completed, kind_of
 
 
@@ -61,15 +60,15 @@ def _best_step(row: Row) -> int:
 
 
 QUALITY = (
-    replace(col.FACTS, over_seeds=True),
-    replace(col.SCORE, title="Score", over_seeds=True),
-    replace(col.LOSS, format="{:.3f}", over_seeds=True),
+    replace(column("facts"), over_seeds=True),
+    replace(column("score as Score"), over_seeds=True),
+    replace(column("loss"), format="{:.3f}", over_seeds=True),
 )
 TABLES = {
     "own-data-rows": Table(
         _by_rows,
         (
-            col.KIND,
+            "kind",
             Column("Rows", "config.train_rows"),
             Column("Passes", _passes, "{:.0f}"),
             Column("Test facts in them", _taught_share, "{:.0%}"),
@@ -78,6 +77,6 @@ TABLES = {
         ),
     ),
     "own-data-learning-rates": Table(
-        _by_learning_rate, (col.KIND, Column("Learning rate", "config.learning_rate", "{:g}"), *QUALITY)
+        _by_learning_rate, ("kind", Column("Learning rate", "config.learning_rate", "{:g}"), *QUALITY)
     ),
 }

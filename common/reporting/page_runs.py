@@ -11,8 +11,7 @@ from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import TRAINING
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column
+from common.reporting.columns import Column, column
 from common.reporting.compare import NAMES, settings_of
 from common.reporting.memory import compared_by_phase
 from common.reporting.rows import Metric, metrics_of, task_of
@@ -73,14 +72,14 @@ VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
     "parallel": Column("Parallelism", lambda record: PARALLELISMS[record["parallel"]].label),
-    "devices": col.DEVICE_COUNT,
-    "device": col.MACHINE,
+    "devices": column("device_count"),
+    "device": column("machine"),
     "task": Column("Task", task_of),
-    "model": col.MODEL,
+    "model": column("model"),
     "data": Column("Data", lambda record: Path(record["config"]["data"]).name),
     "precision": Column("Precision", "config.precision"),
     "rows_per_step": Column("Rows per step", "effective_batch_size"),
-    "seed": col.SEED,
+    "seed": column("seed"),
     "minutes": Column("Training (min)", lambda record: round(record["train_time_s"] / 60, 2)),
     "tokens_per_s": Column("Tokens/s", lambda record: round(record["tokens_per_s"])),
     "peak_gib": Column("Tensors (GiB)", _tensors_gib),
@@ -105,7 +104,7 @@ COLUMNS = [
 
 def values_of(record: Record) -> Values:
     """Return the values of the table's columns, and what a click on the run shows; None: the run has none."""
-    return {key: column.value_in(record) for key, column in VALUES.items()}
+    return {key: each.value_in(record) for key, each in VALUES.items()}
 
 
 def divided(record: Record) -> tuple[Values, Values]:

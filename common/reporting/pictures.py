@@ -4,8 +4,7 @@ from functools import partial
 from statistics import fmean
 
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table, in_percent, mean_time_s, training_time
+from common.reporting.columns import NO_BASELINE, Column, Table, column, in_percent, mean_time_s, training_time
 from common.reporting.rows import (
     ANSWER_METRICS,
     Row,
@@ -21,7 +20,7 @@ settings = partial(settings_of_task, reporting=__name__)
 
 def _share(title: str, path: str) -> Column:
     """Return the column of a share of facts in percent, over the seeds: `93.4 (92.8 to 94.1)`."""
-    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=col.NO_BASELINE, over_seeds=True)
+    return Column(title, f"quality.{path}", in_percent, none="no facts", missing=NO_BASELINE, over_seeds=True)
 
 
 def _time(row: Row) -> str:
@@ -34,7 +33,7 @@ def _by_kind(records: list[Record]) -> list[Row]:
     def mean(row: Row, when: str, kind: str) -> str:
         found = [run["quality"].get(when) or {} for run in row["seeds"]]
         shares = [each.get("facts_said_share_by_kind", {}).get(kind) for each in found]
-        return col.NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
+        return NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
 
     return [
         {"Setting": SETTING.cell(row)}
@@ -46,7 +45,7 @@ def _by_kind(records: list[Record]) -> list[Row]:
     ]
 
 
-SETTING = col.KIND.titled("Setting")
+SETTING = column("kind as Setting")
 BEFORE = _share("Right before", "before.facts_said_share")
 COMMONEST = _share("Commonest answer", "after.commonest_facts_said_share")
 AFTER = _share("Right after", "after.facts_said_share")
@@ -56,13 +55,13 @@ TIME = Column("Training time", _time)
 TABLES = {
     "pictures-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, col.FIGURES, col.MODEL_ID, col.DEVICES, col.SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME,
-         col.SPEEDUP_OF_TASK, col.PLANNED, col.COMMAND),
+        (SETTING, "figures", "model_id", "devices", "seeds", BEFORE, COMMONEST, AFTER, SWAPPED, TIME,
+         "speedup_of_task", "planned", "command"),
     ),
     "pictures-kinds": Table(_by_kind),
     "pictures-front": Table(
         settings,
-        (col.MODEL_ID, col.MACHINE, SETTING, col.SEEDS, BEFORE, COMMONEST, AFTER, SWAPPED, TIME.titled("Time")),
+        ("model_id", "machine", SETTING, "seeds", BEFORE, COMMONEST, AFTER, SWAPPED, TIME.titled("Time")),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
@@ -75,8 +74,8 @@ ON_SCREEN = Table(
         AFTER.titled("After"),
         SWAPPED.titled("Swapped"),
         TIME.titled("Time"),
-        col.SPEEDUP_OF_TASK,
-        col.PLANNED.titled("Peak GiB, planned / measured"),
+        "speedup_of_task",
+        "planned as Peak GiB, planned / measured",
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no run about pictures is completed yet")

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import fmean
 
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table, in_percent
+from common.reporting.columns import NO_BASELINE, Column, Table, in_percent
 from common.reporting.rows import Metric, Row, clock, in_order, kind_name, kind_of, settings_of_task, waiting_for_task
 from common.reporting.screen import brief
 
@@ -41,21 +40,19 @@ def _reference_time(row: Row) -> str:
 SETTING = Column("Setting", _setting)
 ACCURACY = Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True)
 REWARD = Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True)
-DATES = Column(
-    "Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=col.NO_BASELINE
-)
-FACTS = Column("Facts said", partial(_changed, name="facts_said_share", form=in_percent), missing=col.NO_BASELINE)
-WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=col.NO_BASELINE)
+DATES = Column("Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=NO_BASELINE)
+FACTS = Column("Facts said", partial(_changed, name="facts_said_share", form=in_percent), missing=NO_BASELINE)
+WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=NO_BASELINE)
 
 TABLES = {
     "preferences-settings": Table(
         lambda records: [*settings(records), *waiting_for_task(records, __name__)],
-        (SETTING, col.FIGURES, col.MODEL_ID, col.DEVICES, col.SEEDS, ACCURACY, REWARD, DATES, FACTS, WORDS,
-         Column("Reference", _reference_time), col.MEAN_TIME, col.SPEEDUP_OF_TASK, col.PLANNED, col.COMMAND),
+        (SETTING, "figures", "model_id", "devices", "seeds", ACCURACY, REWARD, DATES, FACTS, WORDS,
+         Column("Reference", _reference_time), "mean_time", "speedup_of_task", "planned", "command"),
     ),
     "preferences-front": Table(
         settings,
-        (col.MODEL_ID, col.MACHINE, SETTING, col.SEEDS, ACCURACY, DATES, FACTS, col.MEAN_TIME.titled("Time")),
+        ("model_id", "machine", SETTING, "seeds", ACCURACY, DATES, FACTS, "mean_time as Time"),
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
@@ -69,8 +66,8 @@ ON_SCREEN = Table(
         DATES,
         FACTS.titled("Facts"),
         WORDS,
-        col.MEAN_TIME.titled("Time"),
-        col.PLANNED.titled("Peak GiB, planned / measured"),
+        "mean_time as Time",
+        "planned as Peak GiB, planned / measured",
     ),
 )
 results_text = partial(brief, ON_SCREEN, empty="no run on pairs of answers is completed yet")

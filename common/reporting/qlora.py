@@ -10,9 +10,8 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, ROWS, SPEED, WHERE
-from common.reporting.columns import Column, Table
+from common.reporting.chats import FACTS_OF_ORIGINAL_BASE, SPEED, WHERE
+from common.reporting.columns import Column, Table, column
 from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
 from common.reporting.rows import (
     FULL,
@@ -49,24 +48,24 @@ def _name(row: Row) -> str:
     return ", ".join([approach(row), *unusual])
 
 
-def _unless_same_base(row: Row, column: Column) -> str:
+def _unless_same_base(row: Row, otherwise: Column) -> str:
     """Return the cell of an adapter that was merged into the base before it was quantized."""
-    return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else column.cell(row)
+    return "the same base" if TECHNIQUES[row["technique"]].has_plain_adapters else otherwise.cell(row)
 
 
-MINILM_OF_ORIGINAL_BASE = replace(col.MINILM, value="quality.after_original_base.similarity_score_minilm")
+MINILM_OF_ORIGINAL_BASE = replace(column("minilm"), value="quality.after_original_base.similarity_score_minilm")
 LOSS_OF_ORIGINAL_BASE = replace(
-    col.LOSS,
+    column("loss"),
     value=lambda row: row["quality"]["after_original_base"] and row["merged_validation_losses"]["merged_into_original"],
 )
 NAME = Column("Approach", _name)
 QUALITY = (
     NAME,
-    *(col.SEED, col.SCORE, col.FACTS, col.LOSS, *WHERE, col.EPOCHS, ROWS),
-    *(col.SCORE_BEFORE, col.MINILM_BEFORE, col.MINILM, col.FACTS_BEFORE),
-    Column("Original base: MiniLM", partial(_unless_same_base, column=MINILM_OF_ORIGINAL_BASE)),
-    Column("Original base: facts said", partial(_unless_same_base, column=FACTS_OF_ORIGINAL_BASE)),
-    Column("Original base: validation loss", partial(_unless_same_base, column=LOSS_OF_ORIGINAL_BASE)),
+    *("seed", "score", "facts", "loss", *WHERE, "epochs", "rows"),
+    *("score_before", "minilm_before", "minilm", "facts_before"),
+    Column("Original base: MiniLM", partial(_unless_same_base, otherwise=MINILM_OF_ORIGINAL_BASE)),
+    Column("Original base: facts said", partial(_unless_same_base, otherwise=FACTS_OF_ORIGINAL_BASE)),
+    Column("Original base: validation loss", partial(_unless_same_base, otherwise=LOSS_OF_ORIGINAL_BASE)),
 )
 BITS = Column("Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-")
 
@@ -164,24 +163,24 @@ TABLES = {
             _gib("Saved (GiB)", lambda row: row["lora_gib"] - row["qlora_gib"]),
             Column("LoRA fits", "lora_fits", missing="-"),
             Column("QLoRA fits", "qlora_fits", missing="-"),
-            col.FIGURES,
+            "figures",
         ),
     ),
     # full fine-tuning, LoRA and QLoRA on the same rows and seeds: mean, and range
     "best-good-ok": Table(
         _techniques,
         (
-            col.KIND,
+            "kind",
             Column("Often said", "said"),
             Column("Seeds", lambda row: ", ".join(str(run["config"]["seed"]) for run in row["seeds"])),
             Column("Learning rate", "config.learning_rate", "{:g}"),
             Column("Trained weights", "trained_parameters", "{:,}"),
-            replace(col.LOSS, over_seeds=True),
-            replace(col.FACTS, format="{:.1%}", over_seeds=True),
-            replace(col.MINILM, title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
+            replace(column("loss"), over_seeds=True),
+            replace(column("facts"), format="{:.1%}", over_seeds=True),
+            replace(column("minilm"), title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
             Column("Training time", lambda row: " / ".join(clock(run["train_time_s"]) for run in row["seeds"])),
-            col.PLANNED,
-            col.FIGURES,
+            "planned",
+            "figures",
         ),
     ),
 }

@@ -28,7 +28,7 @@ NOT_RUN, NOT_PUBLISHED, PROJECTED = "not run", "not published", "projected"
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
 """What runs on one device and on several share when they are compared: strong scaling, or weak."""
 SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
-LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher", "ray": "Ray Train"}
+LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
 """By their names in records: what users call them."""
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 """What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
@@ -42,7 +42,7 @@ FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
-    *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload", "dp_replicate_size"),
+    *("stages", "device_map", "schedule", "micro_batches", "offload", "dp_replicate_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
@@ -84,15 +84,10 @@ def result_files(*folders: Path) -> list[Path]:
     ]
 
 
-def results_in(*folders: Path) -> list[Record]:
+def results_of_this_machine(*folders: Path) -> list[Record]:
     """Return the records of the last runs in these `results` folders; none given: of all run folders."""
-    return [record for _, record in records_in(result_files(*folders))]
-
-
-def results_of_this_machine() -> list[Record]:
-    """Return the records of the last runs in every run folder, whether kept or not."""
     return sorted(
-        results_in(),
+        (record for _, record in records_in(result_files(*folders))),
         key=lambda run: (run["run_folder"], run["config"].get("per_device_train_batch_size", 0), run["run_name"]),
     )
 

@@ -15,8 +15,7 @@ from common.planning.plans import Plan, job_of_run, make_plan
 from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
-from common.reporting import columns as col
-from common.reporting.columns import Column, Table
+from common.reporting.columns import NO_BASELINE, Column, Table, column
 from common.reporting.rows import (
     NOT_RUN,
     Metric,
@@ -97,7 +96,7 @@ def _over_links(records: list[Record]) -> list[Row]:
 
 def _score(title: str, name: str, form: str, over_seeds: bool = True) -> tuple[Column, Column, Column]:
     """Return the columns of a score before and after training, and of both: `0.49 -> 0.98`."""
-    before = Column(title, f"quality.before.{name}", form, missing=col.NO_BASELINE)
+    before = Column(title, f"quality.before.{name}", form, missing=NO_BASELINE)
     after = Column(title, f"quality.after.{name}", form, over_seeds=over_seeds)
     both = Column(f"{title} before -> after", lambda row: row["quality"] and f"{before.cell(row)} -> {after.cell(row)}")
     return before, after, both
@@ -227,20 +226,20 @@ TABLES = {
         lambda records: [*_loops(records), *_waiting(records)],
         (
             LOOP,
-            col.FIGURES,
-            col.MODEL,
+            "figures",
+            "model",
             Column("Devices", _devices),
-            col.SEEDS,
+            "seeds",
             _score("ROUGE-1", "rouge1", "{:.3f}")[-1],
             _score("ROUGE-2", "rouge2", "{:.3f}")[-1],
             ROUGE_L_BOTH,
             _score("ROUGE-Lsum", "rougeLsum", "{:.3f}")[-1],
             EXACT_BOTH.titled("To the letter"),
-            col.LOSS,
-            col.TIME,
-            col.TOKENS_PER_S,
-            col.PLANNED,
-            col.COMMAND,
+            "loss",
+            "time",
+            "tokens_per_s",
+            "planned",
+            "command",
         ),
     ),
     # seconds per step over a network, by how gradients are exchanged
@@ -249,10 +248,10 @@ TABLES = {
         (
             Column("Link", "config.link"),
             Column("Gradients are sent", "config.gradient_exchange", EXCHANGES.get),
-            col.FIGURES,
+            "figures",
             Column("Machines", lambda row: f"{row['config']['devices']} network namespaces, {devices_of(row)}"),
             Column("Rows per step", "effective_batch_size"),
-            col.STEPS,
+            "steps",
             Column("Step (s)", step_s, "{:.3f}"),
             Column("Faster than after the backward pass", lambda row: row["after_s"] / step_s(row), "{:.2f}x"),
             Column("Training loss at the end", lambda row: row["training_losses"][-1][1], "{:.4f}"),
@@ -261,19 +260,19 @@ TABLES = {
     "summarization-front": Table(
         _loops,
         (
-            col.MODEL,
-            col.MACHINE,
+            "model",
+            "machine",
             Column(
                 "Before",
                 lambda row: f"before: ROUGE-L {ROUGE_L_BEFORE.cell(row)}, to the letter {EXACT_BEFORE.cell(row)}",
             ),
             LOOP,
-            col.DEVICE_COUNT,
+            "device_count",
             ROUGE_L,
             EXACT,
-            col.LOSS.titled("Loss"),
-            col.TIME.titled("Time"),
-            col.TOKENS_PER_S.titled("Tokens/s"),
+            "loss as Loss",
+            "time as Time",
+            "tokens_per_s as Tokens/s",
         ),
         shared=("Model", "Machine", "Before"),
     ),
@@ -284,7 +283,7 @@ TABLES = {
                 "Machines",
                 lambda row: f"{row['fleet'].count} x {row['fleet'].machine.name} ({_gpus(row['fleet'].machine)})",
             ),
-            col.FIGURES,
+            "figures",
             Column("Rows per step", _rows_per_step),
             Column(
                 "Text and summary (tokens)",
@@ -295,7 +294,7 @@ TABLES = {
                 "Peak per GPU (GiB)",
                 lambda row: f"{row['plan'].devices[0].peak_gib:.1f} of {row['plan'].cluster.gpus[0].memory_gib:.1f}",
             ),
-            col.WHOLE_TIME.titled("Time"),
+            "whole_time as Time",
             Column("USD per hour", "usd_per_hour", "{:.2f}"),
             Column("Bill (USD)", "bill_usd", "{:.2f}"),
             Column("Bills no more than one machine from", "break_even"),
@@ -321,17 +320,20 @@ TABLES = {
         lambda records: [*published(metric="bill_usd"), *_loops(records)],
         (
             Column("Way", _way),
-            Column("Figures", lambda row: col.SHORT_FIGURES.cell(row) + (" estimate" if row.get("estimated") else "")),
-            col.SHORT_DEVICES,
+            Column(
+                "Figures",
+                lambda row: f"{column('short_figures').cell(row)}" + (" estimate" if row.get("estimated") else ""),
+            ),
+            "short_devices",
             ROUGE_L,
-            col.MEAN_TIME,
+            "mean_time",
             Column("USD", "bill_usd", "{:.2f}", missing="-"),
         ),
     ),
 }
 ON_SCREEN = Table(
     _loops,
-    (LOOP, col.DEVICES, ROUGE_L_BOTH, EXACT_BOTH.titled("To the letter"), col.LOSS, col.TIME, col.TOKENS_PER_S),
+    (LOOP, "devices", ROUGE_L_BOTH, EXACT_BOTH.titled("To the letter"), "loss", "time", "tokens_per_s"),
 )
 results_text = partial(brief, ON_SCREEN, empty="no summarization run is completed yet")
 network_table, cost_table = TABLES["summarization-network"], TABLES["summarization-cost"]

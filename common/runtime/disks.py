@@ -19,7 +19,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import LAST, PREVIOUS, UNFINISHED
 from common.records.store import RECORD_NAME, load_record
 from common.runtime.watch import BEATS, start_of
-from common.runtime.world import RAY_RUN, Rank, may_start_again
+from common.runtime.world import Rank, may_start_again
 
 LAUNCHERS = ".launchers"
 """Of a run's results: a file for each process that started ranks of it."""
@@ -74,8 +74,7 @@ def leave_mark(folder: Path) -> None:
 
 
 def _own_mark(folder: Path) -> Path:
-    name = os.environ.get(RAY_RUN) or f"{socket.gethostname()}-{os.getppid()}-{start_of(os.getppid())}"
-    return folder / LAUNCHERS / name
+    return folder / LAUNCHERS / f"{socket.gethostname()}-{os.getppid()}-{start_of(os.getppid())}"
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:

@@ -106,7 +106,7 @@ def start_rank(run: RunConfig) -> Rank:
     end_with_launcher()
     fault_at("start", 0)
     name_deepspeeds_device()
-    leave_deepspeed_to_the_run(run)
+    leave_sharding_to_the_run(run)
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # Accelerate's default, by which rank 0 alone would load
     on_cpu = run.device == "cpu"
     if on_cpu:
@@ -189,11 +189,6 @@ def end_with_launcher() -> None:
         say_when_told_to_end(TOLD_TO_END + how_to_resume())
 
 
-def accelerate_shards() -> bool:
-    """Return whether `accelerate launch` was given a file with FSDP: then Accelerate shards the model, on GPUs."""
-    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
-
-
 def check_precision(run: RunConfig) -> None:
     """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
 
@@ -209,10 +204,12 @@ def check_precision(run: RunConfig) -> None:
         )
 
 
-def leave_deepspeed_to_the_run(run: RunConfig) -> None:
-    """Keep Accelerate from making DeepSpeed's engine, as its file asks: with ZeRO the run makes it itself."""
+def leave_sharding_to_the_run(run: RunConfig) -> None:
+    """Keep Accelerate from FSDP, or from making DeepSpeed's engine, as its file asks: the run does so itself."""
     if run.parallelism.uses_deepspeed:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    if run.parallelism.uses_fsdp:
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 def name_deepspeeds_device() -> None:

@@ -426,7 +426,6 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     launchers = {
         "torchrun": nodes_command(run.nodes, run.ranks_per_node),
         "acclaunch": ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml"],
-        "ray": ["python", "-m", "common.ray_train"],
     }
     main = sys.modules["__main__"]
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []

@@ -9,8 +9,6 @@ from common.base.torchrun import is_of_torchrun
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
-RAY_RUN = "RAY_TRAIN_RUN"
-"""A variable that `common.ray_train` gives Ray's workers: the same for those that Ray starts again."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +19,7 @@ class Rank:
         rank: Its number, from 0.
         world_size: Number of ranks.
         device: As torch spells it: `cpu`, `cuda:1`.
-        launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch), `torchrun` or
-            `ray`.
+        launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`.
         further_devices: With model parallelism: the devices that this process works on besides `device`.
         is_process: Whether the process exists for this run alone; a notebook waits for its reader.
         host: Its machine's name, where there are several.
@@ -64,11 +61,9 @@ def detect_launcher() -> str:
         return "nblaunch" if elastic else "notebook"
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         return "acclaunch"
-    if RAY_RUN in os.environ:
-        return "ray"
     return "torchrun" if elastic else "python"
 
 
 def may_start_again() -> bool:
-    """Return whether torchrun (`--max_restarts`) or Ray may start the ranks again where one is lost."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 or RAY_RUN in os.environ
+    """Return whether torchrun (`--max_restarts`) may start the ranks again where one is lost."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

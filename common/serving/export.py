@@ -9,31 +9,28 @@ python -m common.export mine --to hub --repo_id me/my_model --push     uploads i
 """
 
 import argparse
-import filecmp
 import json
 import os
 import shlex
 import shutil
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from peft.utils import CONFIG_NAME
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, reading
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.data.answer_ends import save_stops, saved_stops
-from common.data.rows import shown
 from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
-from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
-from common.serving.ollama_file import MODELFILE, export_ollama
-from common.serving.tuned_runs import TunedRun, check_adapter, find_run
+from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
+from common.serving.tuned_runs import TunedRun, find_run
 
 FOLDERS = {
-    "merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
+    "merged": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
 }  # fmt: skip
 """What is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights."""
 WEIGHT_TYPE = "f16"
@@ -79,9 +76,9 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     adapter = tuned.folder / "adapter"
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
         check_holds(tuned, adapter, name)
-    check_adapter(adapter)
+    with reading(f"{CONFIG_NAME} of {adapter}", "Repeat the run."):
+        settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
     _copied(tuned, adapter, output)
-    settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return output
@@ -107,26 +104,6 @@ def check_new(output: Path) -> None:
     """
     if os.path.lexists(output):
         raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
-
-
-def is_exported(tuned: TunedRun, folder: Path) -> bool:
-    """Return whether a folder holds a run's whole model, byte by byte, and its card, which may have been edited.
-
-    Raises:
-        BadInputError: there is something else in it.
-    """
-    if not os.path.lexists(folder):
-        return False
-    own = {path.name for path in tuned.whole_model.iterdir()} - {CARD_NAME, GENERATION_CONFIG_NAME}
-    found = {path.name for path in folder.glob("*")}
-    others = sorted((own | {CARD_NAME}) ^ (found - {GENERATION_CONFIG_NAME}))
-    _, changed, unread = filecmp.cmpfiles(tuned.whole_model, folder, sorted(own & found), shallow=False)
-    if others or changed or unread:
-        raise BadInputError(
-            f"--output is {folder}, which exists already, and is not what {tuned.folder.name} exports (it differs in "
-            f"{shown([*others, *changed, *unread])}): name a new folder."
-        )
-    return True
 
 
 def upload(folder: Path, repo_id: str) -> str:
@@ -161,6 +138,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.to == "hub" and options.repo_id.count("/") != 1:
         raise BadInputError("--to hub needs --repo_id NAME/MODEL.")
+    if options.to == "hub" and options.output:
+        raise BadInputError(f"--output is {options.output}, but --to hub keeps no folder here: leave --output out.")
     if options.push and options.to != "hub":
         raise BadInputError(f"--push uploads to the Hub, but --to is {options.to}: pass --to hub, or leave --push out.")
     if options.weight_type and options.to not in ("gguf", "ollama"):
@@ -177,20 +156,26 @@ def main() -> None:
     """Run the command line."""
     options = _options()
     tuned = find_run(options.run)
-    folder = options.output or tuned.folder / FOLDERS[options.to].format(options.weight_type)
+    folder = options.output or tuned.folder / FOLDERS.get(options.to, "").format(options.weight_type)
     if options.to == "adapter":
         _to_adapter(tuned, folder)
         return
     check_holds(tuned, tuned.whole_model, "config.json")
-    if options.to == "gguf":
+    if options.to == "hub":
+        _to_hub(tuned, options)
+    elif options.to == "gguf":
         print(f"model and tokenizer: {export_gguf(tuned.whole_model, folder, options.weight_type)}")
         print(f"serve it: {shlex.join(['llama-server', '--jinja', '-m', str(folder)])}")
     elif options.to == "ollama":
         _to_ollama(tuned, folder, options.weight_type)
-    elif not (options.push and is_exported(tuned, folder)):  # it may be there already, listed without --push
+    else:
         print(f"model, tokenizer and card: {export_merged(tuned, folder)}")
         print(f"serve it: {shlex.join(['vllm', 'serve', str(folder)])}")
-    if options.to == "hub":
+
+
+def _to_hub(tuned: TunedRun, options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=tuned.folder) as aside:
+        folder = export_merged(tuned, Path(aside) / "exported")
         for file in sorted(folder.iterdir()):
             print(f"{file.stat().st_size / 2**20:>10,.1f} MiB  {file.name}")
         print(f"uploaded: {upload(folder, options.repo_id)}" if options.push else "not uploaded: pass --push")
@@ -215,5 +200,6 @@ def _to_ollama(tuned: TunedRun, folder: Path, weight_type: str) -> None:
     check_new(folder)
     print(f"model and {MODELFILE}: {export_ollama(tuned.whole_model, folder, weight_type)}")
     name = tuned.folder.name
-    print(f"create it: {shlex.join(['ollama', 'create', name, '-f', str(folder / MODELFILE)])}")
+    created = shlex.join(["ollama", "create", name, "-f", str(folder / MODELFILE)])
+    print(f"create it, with Ollama {OLLAMA} or newer: {created}")
     print(f"run it: {shlex.join(['ollama', 'run', name])}")

@@ -1,4 +1,4 @@
-"""Write a tuned model as a GGUF file, which llama.cpp, Ollama and LM Studio run.
+"""Write a tuned model as a GGUF file, which llama.cpp, Ollama and LM Studio run, and a Modelfile for Ollama.
 
 llama.cpp goes by names: that of the family says how it computes, that of the pre-tokenizer how a text is divided before
 its byte pairs are merged. What is not listed here is refused, as llama.cpp would load it and answer wrongly.
@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -43,6 +44,9 @@ PRE_TOKENIZERS = {
 }
 """llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json."""
 WEIGHT_TYPES = ("f32", "f16", "q8_0")
+MODELFILE = "Modelfile"
+OLLAMA = "0.30.0"
+"""The first version of Ollama that renders a file's own chat template (server/images.go: `HasChatTemplate`)."""
 
 
 def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
@@ -57,6 +61,46 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
             f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
         )
     return written
+
+
+def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
+    """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
+
+    The Modelfile names no template, so that Ollama renders the one in the GGUF file.
+
+    Raises:
+        BadInputError: a text that ends answers cannot stand in a Modelfile, or see `write_gguf`.
+    """
+    tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
+    stops = saved_stops(model, tokenizer)
+    stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])
+    lines = [
+        f"FROM ./{name}",
+        f"REQUIRES {OLLAMA}",
+        *(f"PARAMETER stop {modelfile_text(text)}" for text in stop_texts),
+        "# as the answers of the run's scores: the likeliest token each time, whether it was said before or not",
+        "PARAMETER temperature 0",
+        "PARAMETER repeat_penalty 1",
+    ]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder.parent) as aside:
+        made = write_gguf(model, Path(aside) / folder.name / name, weight_type).parent
+        (made / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return made.rename(folder)
+
+
+def modelfile_text(text: str) -> str:
+    """Return a text as a Modelfile writes a value, which ends at the first triple quote before a line break.
+
+    Raises:
+        BadInputError: it has what a value cannot hold, or would end one.
+    """
+    if '"""' in text or not text.isprintable():
+        raise BadInputError(
+            f"Answers end with {text!r}, whose quotes, line breaks or other characters no Modelfile can hold: use "
+            "--to gguf."
+        )
+    return f'"""{text}"""'
 
 
 def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:

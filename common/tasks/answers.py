@@ -10,7 +10,7 @@ Shuffled: the score that the reference of *another* question gets. A score near 
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,7 @@ from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
-from common.data.plain_texts import is_plain
-from common.data.rows import IGNORED_LABEL, Row
+from common.data.rows import IGNORED_LABEL, Row, is_plain
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
@@ -268,7 +267,24 @@ def answer_and_score(
         what = f"answers, judged by {judge.name},"
         beside = [model] if judge.name == "minilm" else []  # the tuned model waits while the base judges
         scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
-    return scored_answers(rows, texts, scores)
+    absent = [Score(None, None)] * len(rows)
+    base, tuned, minilm = (scores.get(name, absent) for name in ("base", "tuned", "minilm"))
+    return [
+        {
+            "row": number,
+            "question": question_of(row),
+            "reference": texts.references[number],
+            "answer": answers[number],
+            "similarity_score": base[number].answer,
+            "similarity_score_tuned": tuned[number].answer,
+            "similarity_score_minilm": minilm[number].answer,
+            "shuffled_score": base[number].shuffled,
+            "shuffled_score_minilm": minilm[number].shuffled,
+            "facts": len(row.get("facts", [])),
+            "facts_said": facts_in(answers[number], row),
+        }
+        for number, row in enumerate(rows)
+    ]
 
 
 def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
@@ -278,28 +294,6 @@ def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     order = list(range(len(rows)))
     random.Random(SHUFFLE_SEED).shuffle(order)
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
-
-
-def scored_answers(rows: Sequence[Row], texts: Texts, scores: Mapping[str, Sequence[Score]]) -> list[ScoredAnswer]:
-    """Return each row's answer as all judges scored it; `scores` are by a judge's name."""
-    absent = [Score(None, None)] * len(rows)
-    base, tuned, minilm = (scores.get(name, absent) for name in ("base", "tuned", "minilm"))
-    return [
-        {
-            "row": number,
-            "question": question_of(row),
-            "reference": texts.references[number],
-            "answer": texts.answers[number],
-            "similarity_score": base[number].answer,
-            "similarity_score_tuned": tuned[number].answer,
-            "similarity_score_minilm": minilm[number].answer,
-            "shuffled_score": base[number].shuffled,
-            "shuffled_score_minilm": minilm[number].shuffled,
-            "facts": len(row.get("facts", [])),
-            "facts_said": facts_in(texts.answers[number], row),
-        }
-        for number, row in enumerate(rows)
-    ]
 
 
 def facts_in(answer: str, row: Row) -> int:

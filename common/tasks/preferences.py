@@ -24,10 +24,9 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 from common.base.run_config import RunConfig
 from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
-from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, tokens_in
-from common.data.stored_rows import stored
+from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, stored, tokens_in
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
+from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
 
@@ -87,22 +86,15 @@ def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor
     return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
 
 
-@torch.no_grad()
 def with_reference(
-    rows: Sequence[Tokens], model: PreTrainedModel, collate: PairCollator, log: RunRecorder, which: str
+    rows: Sequence[Tokens], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, log: RunRecorder, which: str
 ) -> Sequence[Tokens]:
     """Return the rows with the log-probabilities that `model`, not trained yet, gives to both answers of each.
 
-    Every rank takes its share. `which`: of the splits, for the line that says how far it is.
+    `which`: of the splits, for the line that says how far it is.
     """
     prepare_for_pairs(model.eval())
-
-    def found(numbers: list[int]) -> Iterable[Pair]:
-        batch = collate([rows[number] for number in numbers])
-        inputs = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
-        return zip(*(each.tolist() for each in answer_log_probs(model, inputs)), strict=True)
-
-    pairs = predict_rows(log, list(map(tokens_in, rows)), f"pairs of {which}", "before", found, model)
+    pairs = log_probs_of(model, tokenizer, rows, log, f"pairs of {which}", "before")
     return stored({**row, **dict(zip(REFERENCES, pair, strict=True))} for row, pair in zip(rows, pairs, strict=True))
 
 
@@ -195,19 +187,17 @@ class PreferenceEvaluation(Evaluation):
             f"the chosen {found['chosen_reward']:+.2f}, margin {found['reward_margin']:.2f}"
         )
 
-    @property
-    def chosen_likelier_share(self) -> float:
-        """Return the share of pairs whose chosen answer is likelier, whatever the reference finds."""
-        return fmean(chosen > rejected for chosen, rejected in self.log_probs)
-
     def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record; before training there are no rewards."""
+        """Return the metrics for the record; before training there are no rewards.
+
+        The share of the likelier chosen answers asks for no reference.
+        """
         rewards, dates = self.rewards, self.mean("invents_a_date")
         return {
             "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
             "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
             "chosen_reward": _mean(chosen for chosen, _ in rewards),
-            "chosen_likelier_share": self.chosen_likelier_share,
+            "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
             "facts_said_share": self.facts_said_share,
             "invented_dates_share": dates,
             "undated_share": 1 - dates,
@@ -235,10 +225,23 @@ def evaluate_preferences(
     `reference`: what was found before training. Rank 0 writes predictions_`when`.csv into the results folder.
     """
     answers, _ = answer_rows(model, tokenizer, rows, log, when)
-    log_probs = log_probs_of(model, tokenizer, rows, log, when)
+    with_chunked_head(model)
+    log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
     scored = [
-        scored_answer(number, row, answer, pair)
-        for number, (row, answer, pair) in enumerate(zip(rows, answers, log_probs, strict=True))
+        {
+            "row": number,
+            "question": question_of(row),
+            "chosen": answer_of(row),
+            "rejected": said_in(row["rejected"][0]),
+            "answer": answer,
+            "facts": len(row.get("facts", [])),
+            "facts_said": facts_in(answer, row),
+            "invents_a_date": bool(invented_years(answer, row)),
+            "words": len(answer.split()),
+            "chosen_log_prob": chosen,
+            "rejected_log_prob": rejected,
+        }
+        for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
     before = reference.log_probs if reference else None
     evaluation = PreferenceEvaluation(scored, log_probs, before, log.run.beta)
@@ -248,49 +251,34 @@ def evaluate_preferences(
 
 @torch.no_grad()
 def log_probs_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: RunRecorder, when: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[Tokens],
+    log: RunRecorder,
+    what: str,
+    when: str,
 ) -> list[Pair]:
-    """Return the log-probabilities of each row's chosen and rejected answer, the same on every rank."""
-    pairs = encode_pairs(list(rows), tokenizer)
+    """Return the log-probabilities of each pair's answers, the same on every rank, each of which takes its share.
+
+    `model` has TRL's head. `what` names the pairs, and `when` is before or after training.
+    """
     collate = PairCollator(tokenizer.pad_token_id)
-    with_chunked_head(model)
 
     def found(numbers: list[int]) -> Iterable[Pair]:
         batch = collate([pairs[number] for number in numbers])
-        on_device = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
-        return zip(*(each.tolist() for each in answer_log_probs(model, on_device)), strict=True)
+        inputs = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
+        return zip(*(each.tolist() for each in answer_log_probs(model, inputs)), strict=True)
 
-    return predict_rows(log, list(map(tokens_in, pairs)), "pairs", when, found, model)
+    return predict_rows(log, list(map(tokens_in, pairs)), what, when, found, model)
 
 
 def with_chunked_head(model: PreTrainedModel) -> None:
     """Give a model TRL's head, once: it finds the log-probabilities of labels, and never holds whole logits."""
-    set_tile(model)
+    # its buffer of logits is no wider than the vocabulary: TRL's has 32,768 columns, however small that is
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TRL_COLUMNS, model.config.get_text_config().vocab_size)
     if not hasattr(model, "has_chunked_head"):
         add_fused_lm_head(model, outputs=("log_probs",))
         model.has_chunked_head = True
-
-
-def set_tile(model: PreTrainedModel) -> None:
-    """Make TRL's buffer of logits no wider than the vocabulary; it has 32,768 columns, however small that is."""
-    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TRL_COLUMNS, model.config.get_text_config().vocab_size)
-
-
-def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> ScoredAnswer:
-    """Return a line of the predictions file."""
-    return {
-        "row": number,
-        "question": question_of(row),
-        "chosen": answer_of(row),
-        "rejected": said_in(row["rejected"][0]),
-        "answer": answer,
-        "facts": len(row.get("facts", [])),
-        "facts_said": facts_in(answer, row),
-        "invents_a_date": bool(invented_years(answer, row)),
-        "words": len(answer.split()),
-        "chosen_log_prob": log_probs[0],
-        "rejected_log_prob": log_probs[1],
-    }
 
 
 def invented_years(answer: str, row: Row) -> list[str]:

@@ -1,5 +1,6 @@
 """A few answers before and after tuning, beside what was expected: numbers alone do not show what a model says."""
 
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -36,7 +37,8 @@ def samples(folder: Path, asked: str = "question") -> str:
     table = before_and_after(folder, SAMPLES)
     names = [asked, *table.columns[1:]]
     lines = zip(names * len(table), table.to_numpy().flatten(), strict=True)
-    return "\n".join(f"{name:>8}: {_short(text)}" for name, text in lines)
+    short = partial(shorten, width=CHARACTERS, placeholder=" ...")
+    return "\n".join(f"{name:>8}: {short(printable(text)) or '(nothing)'}" for name, text in lines)
 
 
 def predictions(folder: Path) -> dict[str, pd.DataFrame]:
@@ -47,7 +49,3 @@ def predictions(folder: Path) -> dict[str, pd.DataFrame]:
         for when, file in files.items()
         if when == "after" or file.exists()
     }
-
-
-def _short(text: str) -> str:
-    return shorten(printable(text), CHARACTERS, placeholder=" ...") or "(nothing)"

@@ -8,9 +8,8 @@ single words (1), pairs of words (2), and the longest common subsequence of the 
 import logging
 import re
 from dataclasses import dataclass
+from statistics import fmean
 
-import datasets
-import evaluate
 import torch
 from accelerate.utils import gather_object
 from rouge_score.rouge_scorer import RougeScorer
@@ -118,26 +117,13 @@ def summarize(
     return summaries
 
 
-class Rouge(evaluate.Metric):
-    """ROUGE with Porter's stemmer; sentences stand on lines of their own.
-
-    `evaluate.load("rouge")`, which is the same, would fetch its script from the Hub.
-    """
-
-    def _info(self) -> evaluate.MetricInfo:
-        texts = {name: datasets.Value("string") for name in ("predictions", "references")}
-        return evaluate.MetricInfo(
-            description="ROUGE", citation="Lin 2004", inputs_description="texts", features=datasets.Features(texts)
-        )
-
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        scorer = RougeScorer(ROUGE, use_stemmer=True)
-        scores = [scorer.score(*pair) for pair in zip(references, predictions, strict=True)]
-        return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
-
-
 def rouge_scores(written: list[str], references: list[str]) -> dict[str, float]:
-    """Return the ROUGE of a whole set, by `evaluate` over Google's `rouge-score`: the mean over all rows."""
+    """Return the ROUGE of a whole set, by Google's `rouge-score`: the mean over all rows.
+
+    So does `evaluate.load("rouge")`, which would fetch its script from the Hub.
+    """
     logging.getLogger("absl").setLevel(logging.WARNING)  # it says at each use which tokenizer it takes
     by_sentence = [["\n".join(SENTENCE_END.split(text)) for text in texts] for texts in (written, references)]
-    return Rouge().compute(predictions=by_sentence[0], references=by_sentence[1])
+    scorer = RougeScorer(ROUGE, use_stemmer=True)
+    scores = [scorer.score(right, own) for own, right in zip(*by_sentence, strict=True)]
+    return {name: fmean(score[name].fmeasure for score in scores) for name in ROUGE}

@@ -12,29 +12,21 @@ Beside the scores of all answers (`common/tasks/answers.py`) these are reported:
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import Collate, make_collator
 from common.data.messages import answer_of, question_of
-from common.data.pictures import collate_pictures
-from common.data.rows import Row
+from common.data.pictures import pixels_of
+from common.data.rows import Row, Tokens
 from common.data.splits import load_splits
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import (
-    Evaluation,
-    Judge,
-    ScoredAnswer,
-    answer_and_score,
-    answer_results,
-    answer_rows,
-    facts_in,
-    report_evaluation,
-)
-from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
+from common.tasks import answers
+from common.tasks.answers import Evaluation, Judge, answer_and_score, answer_rows, facts_in, report_evaluation
 
 SWAP_SEED = 0
 
@@ -44,17 +36,16 @@ SWAP_SEED = 0
 
 def make_picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel, run: RunConfig) -> Collate:
     """Return a collator of padded rows with their pictures."""
-    return collate_pictures(make_collator(tokenizer, multiple=run.pad_to_multiple_of), tokenizer, run.picture_noise)
+    collate = make_collator(tokenizer, multiple=run.pad_to_multiple_of)
+
+    def collate_both(rows: list[Tokens]) -> dict[str, torch.Tensor]:
+        texts = [{name: value for name, value in row.items() if name != "picture"} for row in rows]
+        return {**collate(texts), **pixels_of([row["picture"] for row in rows], tokenizer, run.picture_noise)}
+
+    return collate_both
 
 
-ANSWERS = Objective(
-    make_picture_collator,
-    answer_results,
-    mean_loss,
-    VALIDATION_LOSS,
-    higher_is_better=False,
-    needs_losses_alone=True,
-)
+ANSWERS = replace(answers.ANSWERS, collator=make_picture_collator)
 
 
 # -- at the end
@@ -118,25 +109,20 @@ def evaluate_looking(
     swappable = [number for number, partner in enumerate(partners) if partner is not None]
     swapped = [{**rows[number], "picture": rows[partners[number]]["picture"]} for number in swappable]
     about_others = "answers about other pictures"
-    answers = answer_rows(model, tokenizer, swapped, log, when, about_others)[0] if swapped else []
-    others = dict(zip(swappable, answers, strict=True))
+    answered = answer_rows(model, tokenizer, swapped, log, when, about_others)[0] if swapped else []
+    others = dict(zip(swappable, answered, strict=True))
     both = [
-        with_swapped(row, each, others.get(number)) for number, (row, each) in enumerate(zip(rows, scored, strict=True))
+        {
+            **each,
+            "kind": row.get("kind", ""),
+            "swapped_answer": others.get(number),
+            "swapped_facts_said": facts_in(others[number], row) if number in others else None,
+        }
+        for number, (row, each) in enumerate(zip(rows, scored, strict=True))
     ]
     evaluation = VisualEvaluation(both, commonest_share(load_splits(log.run).train, rows))
     report_evaluation(evaluation, rows, log, when)
     return evaluation
-
-
-def with_swapped(row: Row, scored: ScoredAnswer, answer: str | None) -> ScoredAnswer:
-    """Return a scored answer with the kind of its question, and what was answered about another picture."""
-    said = None if answer is None else facts_in(answer, row)
-    return {**scored, "kind": kind_of(row), "swapped_answer": answer, "swapped_facts_said": said}
-
-
-def kind_of(row: Row) -> str:
-    """Return what a row asks for, where its data say so; else nothing."""
-    return row.get("kind", "")
 
 
 def partners_of(rows: Sequence[Row]) -> list[int | None]:
@@ -152,18 +138,15 @@ def partners_of(rows: Sequence[Row]) -> list[int | None]:
     drawn = random.Random(SWAP_SEED)
     partners: list[int | None] = []
     for group, answer, facts in asked:
-        others = drawn.sample(groups[group], len(groups[group]))
-        partners.append(next((other for other in others if _differs(answer, facts, asked[other][1])), None))
+        others = ((other, asked[other][1]) for other in drawn.sample(groups[group], len(groups[group])))
+        right = (other for other, said in others if said != answer and not facts_in(said, {"facts": facts}))
+        partners.append(next(right, None))
     return partners
-
-
-def _differs(answer: str, facts: list[str], other: str) -> bool:
-    return answer != other and not facts_in(other, {"facts": facts})
 
 
 def group_of(row: Row) -> str:
     """Return what rows that ask for the same share: their kind, or else their question."""
-    return kind_of(row) or question_of(row)
+    return row.get("kind") or question_of(row)
 
 
 def commonest_share(train: Sequence[Row], test: Sequence[Row]) -> float | None:

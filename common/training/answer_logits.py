@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.chunked_loss import compute_loss_in_chunks, takes_chunks
+from common.models.chunked_loss import takes_chunks
 from common.tasks.objectives import objective_of
 
 Batch = dict[str, Any]
@@ -43,17 +43,6 @@ def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
     """Return whether the loss comes without whole logits."""
     is_told = takes_logits_to_keep(model) or model.config.is_encoder_decoder
     return objective_of(run).needs_losses_alone and is_told and takes_chunks(model.config)
-
-
-def chunk_loss(run: RunConfig, model: Model) -> bool:
-    """Let the model compute its loss in chunks if it can, and return whether it does; with Liger in validation alone.
-
-    A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
-    """
-    is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
-    if is_chunked:
-        compute_loss_in_chunks(model, in_training=not run.use_liger_kernel)
-    return is_chunked
 
 
 def tell_of_answers(batch: Batch, model: Model) -> Batch:

@@ -3,7 +3,9 @@
 import gc
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,18 +25,12 @@ from common.training.usage import state_tensors
 ROWS, STEPS = 4, 20
 
 
-class ShortRun(Trial):
-    """Stands in for a run's recorder where ranks divide the rows, and nothing is kept."""
-
-    repeats = False
-
-
 class StepMeter(TrainerCallback):
     """Keeps loss and time of each step, and the memory of the last one, on a CPU of its tensors."""
 
     def __init__(self, rank: Rank) -> None:
         """Measure on this rank's device."""
-        self.memory, self.losses, self.ends_s = PeakMemory(rank), [], []
+        self.memory, self.counting, self.ends_s = PeakMemory(rank), ExitStack(), []
         self.memory.enter(TRAINING)
 
     @override
@@ -49,40 +45,28 @@ class StepMeter(TrainerCallback):
     ) -> None:
         if state.global_step == state.max_steps - 1:
             parts = {"weights": tensors_of(model), "optimizer": state_tensors(optimizer)}
-            self.counting = self.memory.counting(TRAINING, parts)
-            self.counting.__enter__()
+            self.counting.enter_context(self.memory.counting(TRAINING, parts))
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         control.should_log = True
-        if state.global_step < state.max_steps:  # counting takes time
-            self.ends_s.append(time.perf_counter())
-        else:
-            self.counting.__exit__(None, None, None)
-            self.memory.enter("done")
+        self.ends_s.append(time.perf_counter())
+        self.counting.close()
 
     @override
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: object,
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.losses += [logs["loss"]] if "loss" in logs else []
-
-    def figures(self) -> dict[str, float]:
-        """Return the losses of the first and the last step, the median step's time, and the peak of the last one."""
-        step_s = median(end - start for start, end in zip(self.ends_s, self.ends_s[1:], strict=False))
-        peak_gib = max(self.memory.by_phase[TRAINING].values())
-        return {
-            "loss, first step": self.losses[0],
-            "loss, last step": self.losses[-1],
-            "a step (ms)": 1e3 * step_s,
-            "peak (MiB)": 2**10 * peak_gib,
+        self.memory.enter("done")
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        *ends_s, _ = self.ends_s  # to count takes time
+        self.figures = {
+            "loss, first step": losses[0],
+            "loss, last step": losses[-1],
+            "a step (ms)": 1e3 * median(end - start for start, end in pairwise(ends_s)),
+            "peak (MiB)": 2**10 * max(self.memory.by_phase[TRAINING].values()),
         }
 
 
@@ -93,15 +77,15 @@ def trained_beside(run: RunConfig, rank: Rank, ways: dict[str, Callable[[Trial],
     ways draw alike.
     """
     rows = {"per_device_train_batch_size": ROWS, "train_rows": ROWS * run.data_parallel_ranks}
-    run = replace(run, **rows, gradient_accumulation_steps=1, max_steps=STEPS)
-    if run.method.has_adapters:
-        run = replace(run, lora_dropout=0.0)
-    found = {}
+    dropout = {"lora_dropout": 0.0} if run.method.has_adapters else {}
+    run, found = replace(run, **rows, **dropout, gradient_accumulation_steps=1, max_steps=STEPS), {}
     for name, train in ways.items():
         meter = StepMeter(rank)
         set_seed(run.seed)
         with TemporaryDirectory() as folder:
-            train(ShortRun(run, rank, Path(folder), [meter]))
+            trial = Trial(run, rank, Path(folder), [meter])
+            trial.repeats = False  # ranks divide the rows
+            train(trial)
         gc.collect()
-        found[name] = meter.figures()
+        found[name] = meter.figures
     return pd.DataFrame.from_dict(found, orient="index")

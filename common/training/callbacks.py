@@ -155,7 +155,7 @@ class ProgressReport(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.start_s, self.first_step = time.perf_counter(), 0
+        self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
 
@@ -163,7 +163,6 @@ class ProgressReport(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.first_step = self.first_step or state.global_step
         # the last steps, too, where their number is no multiple of the interval
         control.should_log = control.should_log or state.global_step == state.max_steps
 
@@ -187,7 +186,7 @@ class ProgressReport(TrainerCallback):
                 {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
             )
             return
-        done = state.global_step - self.first_step + 1  # of this start; others may have been before
+        done = max(1, state.global_step - self.first_step)  # of this start; others may have been before
         left_s = elapsed_s / done * (state.max_steps - state.global_step)
         accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
         print(

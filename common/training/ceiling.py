@@ -4,28 +4,14 @@ import statistics
 import time
 from copy import copy
 from itertools import islice
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
-from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.training.answer_logits import Batch
-from common.training.ddp import exchanging
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
-
-WHOLE_AT_MOST_BYTES = 256 * 2**20
-"""Weights that may be whole on each rank beside training that divides them."""
-
-
-def can_measure_ceiling(run: RunConfig, held: dict[str, Any] | None) -> bool:
-    """Return whether a ceiling of divided training can be measured: on CPU, of a model small enough to be whole there.
-
-    `held` is what the run's record says of it; None: ranks did not look.
-    """
-    return run.device == "cpu" and held is not None and held["whole"]["weights_bytes"] <= WHOLE_AT_MOST_BYTES
 
 
 def measure_machine_ceiling(
@@ -49,30 +35,33 @@ def measure_machine_ceiling(
         The seconds per step of all three (medians of the rounds).
         With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
     """
-    model, rank = (model or loop.model).train(), loop.rank
+    model, rank, part = (model or loop.model).train(), loop.rank, copy(loop.part)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
     optimizer = make_optimizer(model, loop.run)
     at_once = list(islice(loop.batches.global_batches(), steps))
-    share_batches = [_batches(loop, loop.batches.own_within_budget(rows)) for rows in at_once]
-    global_batches = [_batches(loop, [rows]) for rows in at_once]
+    shares, wholes = ([_batch(loop, rows) for rows in each] for each in (map(loop.batches.own, at_once), at_once))
     timed = {
-        "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),
-        "one_rank_share_step_s": (model, share_batches if rank.is_main else []),
-        "all_ranks_share_step_s": (model, share_batches),
+        "one_rank_global_batch_step_s": (model, wholes if rank.is_main else []),
+        "one_rank_share_step_s": (model, shares if rank.is_main else []),
+        "all_ranks_share_step_s": (model, shares),
     }
     if replica is not None:
-        timed["synchronised_share_step_s"] = (replica, share_batches)
+        timed["synchronised_share_step_s"] = (replica, shares)
 
-    def step_s(module: torch.nn.Module, batches: list[list[Batch]]) -> float:
+    def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
         wait_for_everyone()
-        start_s = time.perf_counter()
-        _bare_steps(loop, module, optimizer, batches)
-        return max(gather_object([time.perf_counter() - start_s])) / len(share_batches)
+        start_s, part.module = time.perf_counter(), module
+        for batch in batches:
+            part.loss(batch, int((batch["labels"] != IGNORED_LABEL).sum())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank.device != "cpu":
+            torch.accelerator.synchronize()
+        return max(gather_object([time.perf_counter() - start_s])) / len(shares)
 
-    for module, batches in timed.values():  # warm up: memory that is new to a process costs its first step much
-        _bare_steps(loop, module, optimizer, batches[:1])
-    rounds_s = [[step_s(*each) for each in timed.values()] for _ in range(rounds)]
+    # the first round warms up: memory that is new to a process costs its first step much
+    _, *rounds_s = ([step_s(*each) for each in timed.values()] for _ in range(1 + rounds))
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
     times_s = dict(zip(timed, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))
@@ -85,21 +74,5 @@ def measure_machine_ceiling(
     }
 
 
-def _batches(loop: TrainingLoop, batches: list[list[int]]) -> list[Batch]:
-    return [loop.batch_of([loop.train_rows[row] for row in rows]) for rows in batches]
-
-
-def _bare_steps(
-    loop: TrainingLoop, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Batch]]
-) -> None:
-    part = copy(loop.part)
-    part.module = model
-    for batches in steps:
-        label_count = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        for number, batch in enumerate(batches, 1):
-            with exchanging(model, number == len(batches)):
-                part.loss(batch, label_count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if loop.rank.device != "cpu":
-        torch.accelerator.synchronize()
+def _batch(loop: TrainingLoop, rows: list[int]) -> Batch:
+    return loop.batch_of([loop.train_rows[row] for row in rows])

@@ -31,9 +31,8 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 MANIFEST_FILE = "manifest.json"
 """What a checkpoint is of (`about`), its files with bytes and SHA-256, and a digest of the list itself."""
 STATE_FILE = "trainer_state.json"
-PARTIAL, GOING = ".partial", ".going"
-"""Folders beside the checkpoints: of one that is being written, and of those that are being removed."""
-SPARE_BYTES = 2**20
+PARTIAL = ".partial"
+"""Folder beside the checkpoints: of one that is being written, and of those that are being removed."""
 HOLDS, BEST = "holds", "best"
 """Of what a checkpoint says: `FULL_STATE` or `WEIGHTS`; and the best step so far, 0 where there is none."""
 FULL_STATE, WEIGHTS = "full state", "weights"
@@ -54,21 +53,17 @@ class UnfinishedCheckpoint:
         digests: Of the files that this rank has written, by their names in the folder; others are read for theirs.
     """
 
-    def __init__(self, folder: Path, about: Mapping[str, Any], byte_count: int, commits: bool) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any], commits: bool) -> None:
         """Make a fresh folder to write into; called on every rank.
 
-        `about` says what run the checkpoint is of, `byte_count` how much this rank is about to write, and `commits`
-        whether it is the one of its disk that lists and renames.
-
-        Raises:
-            RunStoppedError: there is no space for it; what was there before is as it was.
+        `about` says what run the checkpoint is of, and `commits` whether this rank is the one of its disk that lists
+        and renames.
         """
         self.folder, self.about, self.commits = folder, about, commits
         self.step, self.partial = steps_at(folder), folder.parent / PARTIAL / folder.name
         self.digests: dict[str, str] = {}
         self.written: Future[dict[str, str]] | None = None
         reached("saving", self.step)
-        _check_space(folder, byte_count, commits)
         if commits:
             shutil.rmtree(self.partial.parent, ignore_errors=True)
             self.partial.mkdir(parents=True)
@@ -81,8 +76,19 @@ class UnfinishedCheckpoint:
         Raises:
             RunStoppedError: it could not be written; what was there before is as it was.
         """
-        with self._telling_of_failures():
+        try:
             yield self.partial
+        except (KeyboardInterrupt, SystemExit, RunStoppedError):
+            raise
+        except BaseException as error:  # DCP's own derives from it
+            if is_of_the_network(error):
+                raise
+            root = self.folder.parent
+            raise RunStoppedError(
+                f"The checkpoint after step {self.step} could not be written ({said_by(error)}; "
+                f"{shutil.disk_usage(root).free / GIB:.2f} GiB are free in {root}): make room there, or pass another "
+                f"--results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
+            ) from error
 
     def write_and_hash(self, write: Callable[[], list[Path]]) -> dict[str, str]:
         """Call `write`, and return the digests of the files that it says it has written, which are then on the disk."""
@@ -103,7 +109,7 @@ class UnfinishedCheckpoint:
             RunStoppedError: it could not be written; what was there before is as it was.
         """
         reached("saving", self.step)
-        with self._telling_of_failures():
+        with self.being_written():
             if self.written:
                 self.digests = self.written.result()
             fault_at("written", self.step)
@@ -114,47 +120,18 @@ class UnfinishedCheckpoint:
         wait_for_everyone()
 
     def _rename(self, known: Mapping[str, str]) -> None:
-        flush(self.partial)
+        for path in [*self.partial.rglob("*"), self.partial]:
+            flush_file(path)
         fault_at("flushed", self.step)
         write_manifest(self.partial, self.about, known)
         fault_at("listed", self.step)
         if _is_listed(self.folder):  # of the same step, from an earlier start
-            remove([self.folder])
+            remove(self.folder)
         elif self.folder.exists():
             _set_aside(self.folder)
         self.partial.rename(self.folder)
         flush_file(self.folder.parent)
         fault_at("renamed", self.step)
-
-    @contextmanager
-    def _telling_of_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except (KeyboardInterrupt, SystemExit, RunStoppedError):
-            raise
-        except BaseException as error:  # DCP's own derives from it
-            if is_of_the_network(error):
-                raise
-            root = self.folder.parent
-            raise RunStoppedError(
-                f"The checkpoint after step {self.step} could not be written ({said_by(error)}; "
-                f"{shutil.disk_usage(root).free / GIB:.2f} GiB are free in {root}): make room there, or pass another "
-                f"--results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
-            ) from error
-
-
-def _check_space(folder: Path, byte_count: int, commits: bool) -> None:
-    """Refuse to begin what the disk cannot hold; every rank comes to the same end."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    counts, writers, free_on_ranks = zip(*gather_object([(byte_count, commits, free)]), strict=True)
-    needed, least = sum(counts) / max(1, sum(writers)) + SPARE_BYTES, min(free_on_ranks)
-    if least < needed:
-        raise RunStoppedError(
-            f"The checkpoint after step {steps_at(folder)} takes about {needed / GIB:.2f} GiB, but {least / GIB:.2f} "
-            f"GiB are free in {folder.parent}: make room there, or pass another --results_root; the checkpoint before "
-            f"is whole, and --resume_from_checkpoint {LAST} resumes from it."
-        )
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
@@ -181,12 +158,6 @@ def _as_bytes(listed: Mapping[str, Any]) -> bytes:
     return (json.dumps({**listed, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def flush(folder: Path) -> None:
-    """Have the system write a folder's files, and their names, to the disk now."""
-    for path in [*folder.rglob("*"), folder]:
-        flush_file(path)
-
-
 def to_keep(checkpoints: Path, best: int | None) -> set[str]:
     """Return the names of the checkpoints that are still needed: at most two full states, and best weights.
 
@@ -210,18 +181,18 @@ def has_full_state(folder: Path) -> bool:
 
 def rotate(checkpoints: Path, keep: set[str]) -> None:
     """Remove every checkpoint but those named `keep`."""
-    remove([folder for folder in found_in(checkpoints) if folder.name not in keep and _is_listed(folder)])
+    for folder in found_in(checkpoints):
+        if folder.name not in keep and _is_listed(folder):
+            remove(folder)
     fault_at("rotated", max((steps_at(checkpoints / name) for name in keep), default=0))
 
 
-def remove(folders: list[Path]) -> None:
-    """Remove checkpoints: first their names, at once, so that no half of one is left under its name."""
-    for folder in folders:
-        going = folder.parent / GOING
-        going.mkdir(exist_ok=True)
-        shutil.rmtree(going / folder.name, ignore_errors=True)
-        folder.rename(going / folder.name)
-        shutil.rmtree(going, ignore_errors=True)
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: first its name, at once, so that no half of it is left under that."""
+    going = folder.parent / PARTIAL / f"removed {folder.name}"
+    going.parent.mkdir(exist_ok=True)
+    folder.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 # -- reading

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data.answer_ends import save_stops
 from common.data.batches import within_budget
-from common.data.messages import first_tokens
-from common.data.rows import Tokens
+from common.data.rows import Tokens, first_tokens
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import (
     check_equal_logits,
@@ -29,7 +28,7 @@ from common.training.loop import TrainingLoop
 DeviceMap = dict[str, str | int]
 
 
-def save_and_reload(
+def save(
     log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
@@ -45,42 +44,43 @@ def save_and_reload(
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)
-    saved = [log.folder / ("adapter" if run.method.has_adapters else "model")]
-    batch, expected, compares = save_and_free(loop, saved[0])
-    differences: dict[str, float | None] = {}
-    merged_answers = not run.method.has_adapters
-    if run.method.has_adapters:
-        in_stages = not device_map and answering_stages(run) > 1
-        if compares or in_stages:
-            differences["adapter"] = reloaded_difference(run, saved[0], load, batch, expected, log.memory)
-        stages = answering_stages(run) if in_stages else 1
-        why_not = why_not_merged(gather_object([merge_need(run, log.rank, stages, log.folder)]))
-        if not why_not:
-            saved.append(log.folder / "merged")
-            answers = save_merged(run, log.rank, saved[0], load, saved[1]) if log.rank.rank < stages else True
-            if log.rank.rank >= stages > 1:  # of another group
-                wait_for_parts()
-            merged_answers = all(gather_object([answers]))
-        elif log.rank.is_main:
-            print(f"note: {why_not}")
-    if log.rank.is_main:
+    with log.phase("save and reload"):
+        run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)
+        saved = [log.folder / ("adapter" if run.method.has_adapters else "model")]
+        batch, expected, compares = save_and_free(loop, saved[0])
+        differences: dict[str, float | None] = {}
+        merged_answers = not run.method.has_adapters
+        if run.method.has_adapters:
+            in_stages = not device_map and answering_stages(run) > 1
+            if compares or in_stages:
+                differences["adapter"] = reloaded_difference(run, saved[0], load, batch, expected, log.memory)
+            stages = answering_stages(run) if in_stages else 1
+            why_not = why_not_merged(gather_object([merge_need(run, log.rank, stages, log.folder)]))
+            if not why_not:
+                saved.append(log.folder / "merged")
+                answers = save_merged(run, log.rank, saved[0], load, saved[1]) if log.rank.rank < stages else True
+                if log.rank.rank >= stages > 1:  # of another group
+                    wait_for_parts()
+                merged_answers = all(gather_object([answers]))
+            elif log.rank.is_main:
+                print(f"note: {why_not}")
+        if log.rank.is_main:
+            for each in saved:
+                save_tokenizer(tokenizer, each)
+                if run.goal.converses:
+                    save_stops(each, tokenizer, getattr(loop.model, "generation_config", None))
+        wait_for_everyone()
         for each in saved:
-            save_tokenizer(tokenizer, each)
-            if run.goal.converses:
-                save_stops(each, tokenizer, getattr(loop.model, "generation_config", None))
-    wait_for_everyone()
-    for each in saved:
-        broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
-    if not merged_answers:
-        tuned = PeftModel.from_pretrained(load(), saved[0]).get_base_model().eval()
-    else:
-        tuned = load(source=saved[-1])
-        with comparing(tuned, expected, log.memory):
-            what = "merged model" if run.method.has_adapters else "model"
-            differences[saved[-1].name] = check_equal_logits(expected, tuned, batch, what, run.precision)
-    of_ranks = gather_object([{name: value for name, value in differences.items() if value is not None}])
-    return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
+            broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
+        if not merged_answers:
+            tuned = PeftModel.from_pretrained(load(), saved[0]).get_base_model().eval()
+        else:
+            tuned = load(source=saved[-1])
+            with comparing(tuned, expected, log.memory):
+                what = "merged model" if run.method.has_adapters else "model"
+                differences[saved[-1].name] = check_equal_logits(expected, tuned, batch, what, run.precision)
+        of_ranks = gather_object([{name: value for name, value in differences.items() if value is not None}])
+        return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
 
 
 def save_and_free(loop: TrainingLoop, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:

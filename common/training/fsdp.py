@@ -1,44 +1,32 @@
 """FSDP2: a model whose weights are divided among the ranks, and what proves that they are.
 
-PyTorch's `fully_shard` is called here directly: Accelerate's FSDP plugin runs plain DDP on a CPU, and says nothing.
+PyTorch's `fully_shard` is called here directly, whatever starts the ranks: Accelerate's FSDP plugin runs plain DDP on a
+CPU, and says nothing.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.models.compiled_layers import layers_of
 from common.models.divided import load_rows
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.trained_weights import with_trained_weights
-from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
 from common.training.answer_logits import Model
 from common.training.part import Part, clip_divided
-from common.training.usage import Held, check_part, part_bytes
-
-OWN_LAYERS = "layers"
-"""The setting `wrap` for the model's own layers."""
-LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
-"""Settings that do nothing where `accelerate launch` shards by its own file."""
+from common.training.usage import check_part, part_bytes
 
 
 class Shards(Part):
     """A shard of each weight; the others' are gathered layer by layer."""
-
-    is_whole = False
 
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
         """Check that `module`, which comes from `shard`, is divided, and say how."""
@@ -50,32 +38,22 @@ class Shards(Part):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that the model has the classes to wrap, and that nothing else shards it.
+        """Check that the model has layers to gather one at a time.
 
         Raises:
-            BadInputError: it has none of one, or Accelerate shards and would not see a setting.
+            BadInputError: it has none.
         """
-        if accelerate_shards():
-            _check_left_to_accelerate(run)
-        modules_to_wrap(model_without_weights(run), run.wrap)
+        if not layers_of(model_without_weights(run)):
+            raise BadInputError(
+                f"FSDP gathers a model layer by layer, but {run.model} has no layers: pass another --model."
+            )
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         gradients = self.gradients()
-        group = _shard_group(self.model)  # hybrid sharding: each copy has all of the gradients
+        mesh = next(self.model.parameters()).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)  # hybrid sharding: each copy has all of the gradients
         return clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)
-
-    @override
-    def check_shard_memory(self, held: Held) -> None:
-        weights, ranks = list(self.model.parameters()), self.run.shard_ranks
-        trained = [weight for weight in weights if weight.requires_grad]
-        check_part("weights", held.weights_bytes, part_bytes(weights, ranks))
-        check_part("gradients", held.gradients_bytes, part_bytes(trained, ranks))
-
-
-def _shard_group(model: Model) -> dist.ProcessGroup:
-    mesh = next(model.parameters()).device_mesh
-    return mesh.get_group(mesh.ndim - 1)
 
 
 def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
@@ -84,29 +62,7 @@ def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
     Raises:
         BadInputError: the model lacks layers to train.
     """
-    plugin = plugin_of_file()
-    offloads = bool(plugin.cpu_offload) if plugin else run.offload == "cpu"
-    return with_trained_weights(load_rows(run, rank, mesh, offloads), run)
-
-
-def plugin_of_file() -> FullyShardedDataParallelPlugin | None:
-    """Return what Accelerate was launched with, if that was an FSDP file, by the variables that stand for it."""
-    return FullyShardedDataParallelPlugin() if accelerate_shards() else None
-
-
-def _check_left_to_accelerate(run: RunConfig) -> None:
-    """Refuse settings that Accelerate would not see.
-
-    Raises:
-        BadInputError: one was set.
-    """
-    usual = RunConfig()
-    given = [name for name in LEFT_TO_ACCELERATE if getattr(run, name) != getattr(usual, name)]
-    if given:
-        raise BadInputError(
-            f"--{given[0]} {getattr(run, given[0])} does nothing here, because `accelerate launch` shards by its own "
-            "file, over all ranks: start with torchrun, or set what that file has a key for (`fsdp_config`)."
-        )
+    return with_trained_weights(load_rows(run, rank, mesh, offloads=run.offload == "cpu"), run)
 
 
 # -- dividing
@@ -123,98 +79,31 @@ def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
-    """Return the modules that are gathered one at a time, in the order of the forward pass.
-
-    `wrap` is `layers`, or names of classes with commas between.
-
-    Raises:
-        BadInputError: the model has no module of a class; with the classes that repeat, as layers do.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    asked = list(base._no_split_modules) if wrap == OWN_LAYERS else wrap.split(",")
-    classes = Counter(type(module).__name__ for module in base.modules())
-    for name in asked:
-        if not classes[name]:
-            repeated = ", ".join(sorted(other for other, count in classes.items() if count > 1))
-            raise BadInputError(
-                f"wrap has {name!r}, but {type(base).__name__} has no module of that class: pass --wrap layers, or "
-                f"some of {repeated}."
-            )
-    return [module for module in base.modules() if type(module).__name__ in asked]
-
-
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
-    """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
+    """Divide every weight among the ranks, in place: layers one by one, then what is left in the root.
 
-    What ranks hold parts of already (`load_parts`) stays where it is. Where Accelerate was launched with an FSDP file,
-    its own function divides the model, as that file says.
-
-    Raises:
-        BadInputError: see `modules_to_wrap`.
+    What ranks hold parts of already (`load_parts`) stays where it is: `fully_shard` takes whole weights, so that empty
+    ones on `meta` stand for the parts meanwhile.
     """
-    if plugin := plugin_of_file():
-        return shard_by_accelerate(model, run, plugin, mesh.device_type)
-    wrapped = modules_to_wrap(model, run.wrap)
     about = {
         "mesh": mesh,
         "mp_policy": mixed_precision(run),
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
-    loaded = _set_aside(model)
-    for module in [*reversed(wrapped), model]:  # a wrapped module's own parts come first
+    parts: dict[str, torch.nn.Parameter] = {}
+    for name, weight in model.named_parameters():
+        if isinstance(weight, DTensor):
+            empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            parts[name] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+            torch.utils.swap_tensors(weight, parts[name])  # tied weights stay tied
+    for module in [*layers_of(model), model]:
         fully_shard(module, **about)
-    _put_back(loaded)
-    prefetch(wrapped, run.prefetch)
+    for name, of_meta in model.named_parameters():
+        if name in parts:
+            local = parts[name].to_local().detach()
+            part = DTensor(local, of_meta._spec, requires_grad=False)  # `from_local` would leave the host
+            torch.utils.swap_tensors(of_meta, torch.nn.Parameter(part, requires_grad=of_meta.requires_grad))
     return model
-
-
-def shard_by_accelerate(model: Model, run: RunConfig, plugin: FullyShardedDataParallelPlugin, device: str) -> Model:
-    """Divide every weight among the ranks, in place, by Accelerate's own function and settings; see `shard`.
-
-    But for the format that gradients are summed in: by its file that would be bf16.
-    """
-    plugin.mixed_precision_policy = mixed_precision(run)
-    loaded = _set_aside(model)
-    # what the function asks of an Accelerator; a real one would be made before the Trainer's own
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    of_file = SimpleNamespace(state=state, device=device, mixed_precision="no", is_main_process=False)
-    model = fsdp2_prepare_model(of_file, model)
-    _put_back(loaded)
-    return model
-
-
-def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
-    """Put whole weights on `meta`, which `fully_shard` takes, in the places of loaded parts; return these places."""
-    places: list[tuple[torch.nn.Module, str, DTensor]] = []
-    stand_ins: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
-    for module in model.modules():
-        for name, part in list(module.named_parameters(recurse=False)):
-            if isinstance(part, DTensor):
-                empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
-                stand_in = torch.nn.Parameter(empty, requires_grad=part.requires_grad)
-                places.append((module, name, part))
-                setattr(module, name, stand_ins.setdefault(id(part), stand_in))
-    return places
-
-
-def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
-    """Put loaded parts in the places of those on `meta`, which `fully_shard` has made of whole weights there."""
-    parts: dict[int, torch.nn.Parameter] = {}
-    for module, name, loaded in places:
-        of_meta = getattr(module, name)
-        part = DTensor(
-            loaded.to_local().detach(), of_meta._spec, requires_grad=False
-        )  # `from_local` would leave the host
-        part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
-        setattr(module, name, parts.setdefault(id(loaded), part))
-
-
-def prefetch(wrapped: Sequence[FSDPModule], ahead: int) -> None:
-    """Have each wrapped module ask for the `ahead` ones after it, and in the backward pass for those before it."""
-    for place, module in enumerate(wrapped if ahead else ()):
-        module.set_modules_to_forward_prefetch(wrapped[place + 1 : place + 1 + ahead])
-        module.set_modules_to_backward_prefetch(wrapped[max(0, place - ahead) : place][::-1])
 
 
 def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
@@ -236,10 +125,11 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
 
 def describe_wrapping(model: Model) -> str:
     """Return one line: which modules of a divided model are gathered by themselves, and what the root keeps."""
-    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-    inside = {id(weight) for module in wrapped for weight in module.parameters()}
-    rest = sum(global_numel(weight) for weight in model.parameters() if id(weight) not in inside)
-    counts = Counter(type(module).__name__.removeprefix("FSDP") for module in wrapped)
+    sizes = {layer: sum(map(global_numel, layer.parameters())) for layer in layers_of(model)}
+    counts = Counter(type(layer).__name__.removeprefix("FSDP") for layer in sizes)
     names = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    largest = max(sum(map(global_numel, module.parameters())) for module in wrapped)
-    return f"gathered one at a time: {names} (up to {largest:,} weights); together in the root: {rest:,} weights"
+    rest = sum(map(global_numel, model.parameters())) - sum(sizes.values())
+    return (
+        f"gathered one at a time: {names} (up to {max(sizes.values()):,} weights); together in the root: {rest:,} "
+        "weights"
+    )

@@ -60,7 +60,7 @@ from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached
 from common.training.answer_logits import Batch
 from common.training.callbacks import FirstStepReport, ProgressReport, UpdateReport, WorkDone
-from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
+from common.training.optimizers import make_optimizer, make_schedule, training_arguments
 from common.training.part import part_class
 from common.training.saver import Saver
 
@@ -175,7 +175,6 @@ class TrainingLoop:
             run.seed,
             run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
-            run.max_batch_tokens,
         )
 
     def _callbacks(self) -> list[TrainerCallback]:
@@ -189,13 +188,9 @@ class TrainingLoop:
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
         callbacks.append(FirstStepReport(rank, self.work, self.tokenizer))
-        if self.part.measures_usage:
+        if self.part.usage:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
-
-    def add_callback(self, callback: TrainerCallback) -> None:
-        """Have a callback of Transformers hear of steps, logs, validations and checkpoints."""
-        self.handler.add_callback(callback)
 
     # -- the loop
 
@@ -207,7 +202,7 @@ class TrainingLoop:
         """
         start_s = time.perf_counter()
         if self.saver:
-            self.saver.begin()
+            self.saver.begin(self.state)
         if self.saver and self.saver.resumes_from:
             self._resume()
         self.work.reporting_s += time.perf_counter() - start_s
@@ -242,8 +237,7 @@ class TrainingLoop:
 
     def own_batches(self, rows: list[int]) -> list[list[int]]:
         """Return this rank's share of a step's rows, batch by batch; every rank has as many."""
-        at_once = self.batches.micro_batches(rows)
-        return [batch for micro_batch in at_once for batch in self.batches.own_within_budget(micro_batch)]
+        return list(map(self.batches.own, self.batches.micro_batches(rows)))
 
     def _loader(
         self, rows: Sequence[Tokens] | TrainingRows, batches: list[list[int]], collate: Callable[[list[Tokens]], Batch]
@@ -311,7 +305,7 @@ class TrainingLoop:
 
     def _end_step(self) -> None:
         taken = self.state.global_step + 1 - self.skipped_steps
-        if not waits_for_validation(self.schedule) and taken > self.schedule.last_epoch:
+        if taken > self.schedule.last_epoch:
             self.schedule.step()
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
@@ -368,8 +362,6 @@ class TrainingLoop:
         is_best = best is None or (value > best if self.args.greater_is_better else value < best)
         if is_best:
             self.state.best_metric, self.state.best_global_step = value, self.state.global_step
-        if waits_for_validation(self.schedule):
-            self.schedule.step(value)
         self.saver.schedule.meet(self.state)
         self.control.should_save = is_best or self.saver.schedule.is_due(self.state, self.control)
 
@@ -378,8 +370,8 @@ class TrainingLoop:
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks[type(each).__name__] = each.state()
         with self.log.memory.phase("saving"):
-            of_rank = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
-            self.saver.save(self.state, self.control, of_rank)
+            of_all = {"scaler": self.scaler.state_dict(), "skipped_steps": self.skipped_steps}
+            self.saver.save(self.state, self.control, of_all)
         self._tell("on_save")
 
     def _resume(self) -> None:
@@ -392,16 +384,11 @@ class TrainingLoop:
             for name, value in saved.get("attributes", {}).items():
                 setattr(each, name, value)
         self.logged_step = self.state.global_step
-        scheduled = of_rank.get("schedule", {}).get("last_epoch", self.state.global_step)
-        self.skipped_steps = self.state.global_step - scheduled
-        if waits_for_validation(self.schedule):
-            self.schedule.load_state_dict(of_rank["schedule"])
-            self.skipped_steps = 0
-        else:
-            self.schedule.last_epoch = scheduled - 1
-            with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps of then
-                self.schedule.step()
-        self.scaler.load_state_dict(of_rank.get("scaler", {}))
+        self.skipped_steps = of_rank.get("skipped_steps", 0)
+        self.schedule.last_epoch = self.state.global_step - self.skipped_steps - 1
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps of then
+            self.schedule.step()
+        self.scaler.load_state_dict(of_rank["scaler"])
         if self.rank.is_main:
             print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 

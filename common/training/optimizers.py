@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments, get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -29,20 +29,9 @@ class LoopArguments(TrainingArguments):
         vars(self)["_setup_devices"] = torch.device(device)  # else they would set up devices, and forget Accelerate's
 
 
-def optimizer_settings(run: RunConfig) -> dict[str, object]:
-    """Return what `TrainingArguments` are told of optimizer and schedule."""
-    return {
-        "optim": run.optim,
-        "learning_rate": run.peak_learning_rate,
-        "lr_scheduler_type": run.lr_scheduler_type,
-        "warmup_steps": run.warmup_steps,
-        "weight_decay": run.weight_decay,
-    }
-
-
 def training_arguments(
     run: RunConfig,
-    output_folder: Path,
+    output_folder: Path | str = "",
     keeps: bool = True,
     kind: type[TrainingArguments] = LoopArguments,
     **more: Any,
@@ -85,7 +74,11 @@ def training_arguments(
         report_to=trackers[0] if len(trackers) == 1 else list(trackers),
         disable_tqdm=True,
         seed=run.seed,
-        **optimizer_settings(run),
+        optim=run.optim,
+        learning_rate=run.peak_learning_rate,
+        lr_scheduler_type=run.lr_scheduler_type,
+        warmup_steps=run.warmup_steps,
+        weight_decay=run.weight_decay,
         **more,
     )
 
@@ -122,19 +115,9 @@ def optimizer_class(model: torch.nn.Module, run: RunConfig) -> tuple[type[torch.
     """Return the class of the run's optimizer for `model`, and its settings, as Transformers' Trainer has them."""
     from transformers import Trainer  # here: it imports `datasets`, which takes seconds
 
-    return Trainer.get_optimizer_cls_and_kwargs(LoopArguments(output_dir="", **optimizer_settings(run)), model)
+    return Trainer.get_optimizer_cls_and_kwargs(training_arguments(run), model)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, run: RunConfig, steps: int) -> LRScheduler:
     """Return the run's schedule of the learning rate, over `steps` of the optimizer."""
-    return get_scheduler(run.lr_scheduler_type, optimizer, warmup_steps(run, steps), steps)
-
-
-def warmup_steps(run: RunConfig, steps: int) -> int:
-    """Return how many of the `steps` warm up."""
-    return LoopArguments(output_dir="", **optimizer_settings(run)).get_warmup_steps(steps)
-
-
-def waits_for_validation(schedule: LRScheduler) -> bool:
-    """Return whether a schedule follows what validations find, and not the steps."""
-    return not isinstance(schedule, LambdaLR)
+    return get_scheduler(run.lr_scheduler_type, optimizer, training_arguments(run).get_warmup_steps(steps), steps)

@@ -4,6 +4,7 @@ A parallelism names its kind of part in `common.base.specs.PARALLELISMS`. How a 
 part knows what is left: gradients clipped by the whole model's norm, validation, checkpoints, and one model at the end.
 """
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -24,15 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of
 from common.data.rows import IGNORED_LABEL, Tokens
+from common.models.chunked_loss import compute_loss_in_chunks
 from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
 from common.models.loading import next_token_logits
@@ -44,7 +44,7 @@ from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.answer_logits import (
     Batch,
-    chunk_loss,
+    loss_is_chunked,
     on_device,
     takes_logits_to_keep,
     tell_of_answers,
@@ -69,24 +69,26 @@ class Part:
     Attributes:
         module: What is called in training: the model, or what stands around it.
         model: What is trained.
+        called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
-        measures_usage: Whether what a rank holds and sends is measured in the second step.
+        usage: Measures what a rank holds and sends, where there are several.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
 
-    is_whole = autocasts = True
+    autocasts = True
     optimizer_name = "optimizer"
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
         """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
+        self.is_whole = not run.parallelism.holds_parts
         self.module = module
         self.model = getattr(module, "module", module)
-        self.measures_usage = rank.world_size > 1 and _compares_shares(run)
+        self.called = self.model
         self._buckets: list[torch.Tensor] = []
-        self.usage = UsageReport(self)
+        self.usage = UsageReport(self) if rank.world_size > 1 else None
         self._set_up()
 
     @classmethod
@@ -104,7 +106,10 @@ class Part:
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
         if self.objective.prepare:
             self.objective.prepare(self.model)
-        self.takes_chunks = chunk_loss(self.run, self.model)
+        # in a pipeline the schedule computes the loss (`StageModule.loss`)
+        self.takes_chunks = loss_is_chunked(self.run, self.model) and not self.run.parallelism.pipelines
+        if self.takes_chunks:
+            compute_loss_in_chunks(self.model, in_training=not self.run.use_liger_kernel)  # Liger has its own
         if self.run.is_padding_free and self.run.attention == "sdpa":
             separate_rows(self.model)
         if self.run.torch_compile:
@@ -142,11 +147,7 @@ class Part:
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, and scale them down to `max_norm`; 0 = they stay."""
-        weights = [weight for weight in self.model.parameters() if weight.grad is not None]
-        norm = get_total_norm([weight.grad for weight in weights])
-        if max_norm:
-            clip_grads_with_norm_(weights, max_norm, norm)
-        return norm
+        return clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
 
     def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
         """Take the optimizer's step; a `scaler` of fp16 losses skips one whose gradients overflowed."""
@@ -227,11 +228,6 @@ class Part:
         if self.run.goal.converses and not self.takes_logits_to_keep:  # position t predicts token t + 1
             logits, labels = logits[:, :-1], labels[:, 1:]
         return self.objective.results(logits, labels.to(logits.device))
-
-    @property
-    def called(self) -> torch.nn.Module:
-        """What is called beside training: the model without DDP, whose hooks wait for other ranks."""
-        return self.model
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return what all ranks together know of a loss, or of several sums; called on every rank."""
@@ -325,7 +321,7 @@ class Part:
 
     def for_record(self) -> dict[str, object]:
         """Return what was measured in training; called on every rank."""
-        return self.usage.for_record() if self.measures_usage else {}
+        return self.usage.for_record() if self.usage else {}
 
 
 def clip_divided(
@@ -349,12 +345,6 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
-
-
-def _compares_shares(run: RunConfig) -> bool:
-    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
-    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:

@@ -4,7 +4,9 @@ PyTorch's schedules (`torch.distributed.pipelining`) order the passes of stages 
 states and gradients; this module weighs the loss, and times every pass.
 """
 
+import itertools
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,10 +30,6 @@ from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
 from common.training.answer_logits import loss_is_chunked, on_device
 
-KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
-"""Each has buffers for the hidden states of a whole batch: on a GPU they would add up over the batches' shapes. A new
-one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
-
 
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
     """Return this rank's layers with the trained weights switched on; with LoRA, adapters beside frozen ones.
@@ -46,54 +44,6 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
     return stage
 
 
-class StageModule(torch.nn.Module):
-    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out, and from these the loss.
-
-    Attributes:
-        takes_chunks: Whether this is a last stage whose `loss` computes the logits, in chunks, from hidden states.
-        positions: Where the last stage has a loss, shape (positions,); None = the stage returns logits everywhere.
-    """
-
-    def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
-        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
-        super().__init__()
-        self.model = model
-        self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.causal.config.use_cache = False
-        self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
-        autocasts = run.precision.startswith("bf16")
-        self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
-        self.hidden_dtype = hidden_dtype(self.causal, weight_dtype(run), autocasts)
-        self.takes_chunks = self.is_last and loss_is_chunked(run, model)
-        if self.takes_chunks:
-            self.losses_of = losses_or_logits(self.causal)
-        self.positions: torch.Tensor | None = None
-
-    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Compute the stage; `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden)."""
-        inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
-        with self.autocast:
-            if not self.is_last:
-                return self.causal.base_model(**inputs).last_hidden_state
-            if self.positions is None:
-                return self.causal(**inputs).logits
-            if self.takes_chunks:
-                return self.causal.base_model(**inputs).last_hidden_state[:, self.positions]
-            return self.causal(**inputs, logits_to_keep=self.positions).logits
-
-    def loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool = False) -> torch.Tensor:
-        """Return the sum of the losses of what the last stage returned, shape (rows, positions, hidden or classes).
-
-        `target` has shape (rows, positions). With `in_backward` the gradients of chunks are computed in the backward
-        pass alone: for schedules that keep many losses waiting for it.
-        """
-        if self.takes_chunks:
-            with self.autocast:
-                return self.losses_of(output, target, in_backward).sum()
-        flat = output.float().flatten(0, -2)
-        return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-
-
 def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -> torch.dtype:
     """Return the dtype of hidden states of a model that was `loaded` in one, in which its adapters need not be.
 
@@ -105,97 +55,82 @@ def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -
 
 # -- passes
 
-
 Mark = Any
 """A moment: seconds on CPU, an event of the GPU's stream there, which is read when the work is done."""
 
 
 TIMED_STEPS = 100
-"""Whose passes are kept one by one: a long training has millions."""
+"""Whose passes are kept: a long training has millions."""
 
 
 class PassClock:
     """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream.
 
     Attributes:
-        steps: The latest ones; of those before, the sums alone.
+        steps: The latest ones, each with its start, its end and its passes.
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.on_gpu = device, device != "cpu"
-        self.passes: list[tuple[str, int, Mark, Mark]] = []
-        self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
-        self.earlier_s = (0.0, 0.0)
+        self.device = device
+        self.passes: list[tuple[str, Mark, Mark]] = []
+        self.steps: deque[tuple[Mark, Mark, list[tuple[str, Mark, Mark]]]] = deque(maxlen=TIMED_STEPS)
 
     def mark(self) -> Mark:
         """Return the moment."""
-        if not self.on_gpu:
+        if self.device == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def timed(self, kind: str, micro_batch: int, work: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Return what `work` returns, and keep its time."""
+    def timed(self, kind: str, work: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Return what `work`, a pass of one micro-batch, returns, and keep its time."""
         start = self.mark()
         done = work(*args, **kwargs)
-        self.passes.append((kind, micro_batch, start, self.mark()))
+        self.passes.append((kind, start, self.mark()))
         return done
 
     def step(self, work: Callable, *args: Any, **kwargs: Any) -> None:
         """Do `work`, a whole step of a schedule; its passes belong to it."""
-        if len(self.steps) == TIMED_STEPS:
-            self.earlier_s, self.steps = self.busy_and_total_s(), []
         self.passes, start = [], self.mark()
         work(*args, **kwargs)
         self.steps.append((start, self.mark(), self.passes))
         self.passes = []  # what follows, say validation, is of no training step
 
-    def forget(self) -> None:
-        """Forget all steps timed so far."""
-        self.steps, self.earlier_s = [], (0.0, 0.0)
-
     def busy_and_total_s(self) -> tuple[float, float]:
-        """Return the seconds in which this stage computed, and those of the steps, over all steps since `forget`."""
-        busy_s, total_s = self.earlier_s
-        for start, end, passes in self.steps:
-            total_s += self._seconds(start, end)
-            busy_s += sum(self._seconds(start, end) for _, _, start, end in passes)
-        return busy_s, total_s
+        """Return the seconds in which this stage computed, and those of the steps, over the latest steps."""
+        passes_s = [self._seconds(start, end) for *_, passes in self.steps for _, start, end in passes]
+        return sum(passes_s), sum(self._seconds(start, end) for start, end, _ in self.steps)
 
     def last_passes(self) -> list[tuple[str, int, float, float]]:
         """Return the passes of the last step: kind, micro-batch, start and end, in seconds since its step began.
 
-        The kind is `forward`, `loss` or `backward`.
+        The kind is `forward`, `loss` or `backward`; of each kind micro-batches come in their order.
         """
         begin, _, passes = self.steps[-1]
+        micro_batches = defaultdict(itertools.count)
         return [
-            (kind, micro_batch, self._seconds(begin, start), self._seconds(begin, end))
-            for kind, micro_batch, start, end in passes
+            (kind, next(micro_batches[kind]), self._seconds(begin, start), self._seconds(begin, end))
+            for kind, start, end in passes
         ]
 
     def _seconds(self, start: Mark, end: Mark) -> float:
-        if not self.on_gpu:
+        if self.device == "cpu":
             return end - start
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
 
 class TimedStage(PipelineStage):
-    """A stage whose passes are timed."""
+    """A stage whose passes are timed by the clock of its `Pipeline`."""
 
-    def __init__(self, clock: PassClock, *args: Any, **kwargs: Any) -> None:
-        """Keep times in `clock`; the other arguments are PyTorch's."""
-        super().__init__(*args, **kwargs)
-        self.clock = clock
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Time the forward pass of one micro-batch."""
-        return self.clock.timed("forward", fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        return self.submod.clock.timed("forward", super().forward_one_chunk, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Time the backward pass of one micro-batch."""
-        return self.clock.timed("backward", bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+        return self.submod.clock.timed("backward", super().backward_one_chunk, *args, **kwargs)
 
     def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """Check what is sent alone. PyTorch before 2.12 calls this for the last stage, too, which sends nothing."""
@@ -206,20 +141,69 @@ class TimedStage(PipelineStage):
 # -- schedules
 
 
-class Pipeline:
-    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept.
+class Pipeline(torch.nn.Module):
+    """This rank's stage as a schedule calls it, and its latest schedule.
+
+    The schedule's buffers have the shape of a batch's hidden states. A batch of another shape gets a new one, on all
+    ranks alike, which costs a handshake of 1 to 4 ms (two ranks with gloo): of each shape one would take memory.
 
     Attributes:
-        schedules: The latest used last: the same on every rank, as all see the same shapes in the same order.
+        takes_chunks: Whether this is a last stage whose `loss` computes the logits, in chunks, from hidden states.
+        positions: Where the last stage has a loss, shape (positions,); None = the stage returns logits everywhere.
+        loss_divisor: What the sum of the losses is divided by.
     """
 
-    def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
-        self.module, self.rank = module, rank
+    def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
+        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
+        super().__init__()
+        self.model, self.rank = model, rank
+        self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.causal.config.use_cache = False
+        self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
+        autocasts = run.precision.startswith("bf16")
+        self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
+        self.hidden_dtype = hidden_dtype(self.causal, weight_dtype(run), autocasts)
+        self.takes_chunks = self.is_last and loss_is_chunked(run, model)
+        if self.takes_chunks:
+            self.losses_of = losses_or_logits(self.causal)
+        self.positions: torch.Tensor | None = None
+        self.loss_divisor = 1.0
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
-        self.loss_divisor = 1.0
-        self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
-        self.kept_schedules = KEPT_SCHEDULES[run.device]
+        self.schedule: PipelineScheduleSingle | None = None
+        self.made_for: tuple[object, ...] = ()
+
+    # -- one stage
+
+    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Compute the stage: from token ids or a hidden state to a hidden state or logits.
+
+        `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden).
+        """
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
+        with self.autocast:
+            if not self.is_last:
+                return self.causal.base_model(**inputs).last_hidden_state
+            if self.positions is None:
+                return self.causal(**inputs).logits
+            if self.takes_chunks:
+                return self.causal.base_model(**inputs).last_hidden_state[:, self.positions]
+            return self.causal(**inputs, logits_to_keep=self.positions).logits
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool = False) -> torch.Tensor:
+        """Return the sum of the losses of what the last stage returned, over `loss_divisor`.
+
+        `output` has shape (rows, positions, hidden or classes), `target` (rows, positions). With `in_backward` the
+        gradients of chunks are computed in the backward pass alone: for schedules that keep many losses waiting for it.
+        """
+        if self.takes_chunks:
+            with self.autocast:
+                return self.losses_of(output, target, in_backward).sum() / self.loss_divisor
+        flat = output.float().flatten(0, -2)
+        losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return losses / self.loss_divisor
+
+    # -- all stages
 
     def train_step(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
@@ -235,7 +219,7 @@ class Pipeline:
             The loss on the last stage, 0 on others.
         """
         name, count = schedule or self.schedule_name, micro_batches or self.micro_batches
-        self.module.train()
+        self.train()
         return self._run(batch, loss_divisor, name, count, "training")
 
     def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
@@ -243,108 +227,97 @@ class Pipeline:
 
         Hidden states are made up. Gradients add up.
         """
-        self.module.train()
+        self.train()
         inputs = self._inputs(batch)
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
         for ids, mask, labels in zip(*parts, strict=True):
-            shape = (*ids.shape, self.module.causal.config.hidden_size)
-            made_up = torch.rand(shape, dtype=self.module.hidden_dtype, device=ids.device, requires_grad=True)
-            output = self.module(ids if self.module.is_first else made_up, mask)
-            if self.module.is_last:
-                (self.module.loss(output, labels) / self.loss_divisor).backward()
+            shape = (*ids.shape, self.causal.config.hidden_size)
+            made_up = torch.rand(shape, dtype=self.hidden_dtype, device=ids.device, requires_grad=True)
+            output = self(ids if self.is_first else made_up, mask)
+            if self.is_last:
+                self.loss(output, labels).backward()
             else:
                 output.backward(torch.ones_like(output))
 
     @torch.no_grad()
     def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the sum of the losses of all labelled tokens, on the last stage; 0 on others."""
-        self.module.eval()
+        self.eval()
         return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
 
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
-        self.module.eval()
-        self.module.positions = None
+        self.eval()
+        self.positions = None
         inputs = on_device(batch, self.rank.device)
-        schedule = self._schedule(inputs["input_ids"].shape, "gpipe", self.micro_batches, "logits")
-        ids = (inputs["input_ids"],) if self.module.is_first else ()
-        made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
-        return made.float() if self.module.is_last else None
+        made = self._pass(inputs, "gpipe", self.micro_batches, "logits")
+        return made.float() if self.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
-        """Return what the last step's hidden states and gradients were received in; other shapes' is freed.
-
-        From now on as much is kept as on a GPU.
-        """
-        self.kept_schedules = KEPT_SCHEDULES["cuda"]
-        self.schedules = dict(list(self.schedules.items())[-self.kept_schedules :])
-        stages = (schedule._stage for schedule in self.schedules.values())
-        infos = tree_leaves([(stage.args_recv_info, stage.grad_recv_info) for stage in stages])
+        """Return what the last step's hidden states and gradients were received in."""
+        stage = self.schedule._stage
+        infos = tree_leaves((stage.args_recv_info, stage.grad_recv_info))
         return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]
 
-    def idle_shares(self) -> list[float]:
-        """Return each stage's share of the steps' time in which it waited; a step ends for all with its last stage."""
+    def busy_s_and_idle_shares(self) -> list[tuple[float, float]]:
+        """Return each stage's seconds of work, and its share of the steps' time in which it waited.
+
+        A step ends for all with its last stage.
+        """
         of_stages = gather_object([self.clock.busy_and_total_s()])
         longest_s = max(total_s for _, total_s in of_stages)
-        return [1 - busy_s / longest_s for busy_s, _ in of_stages]
+        return [(busy_s, 1 - busy_s / longest_s) for busy_s, _ in of_stages]
 
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
     ) -> torch.Tensor:
         inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
-        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
-        ids = (inputs["input_ids"],) if self.module.is_first else ()
         losses: list[torch.Tensor] = []
-        target = {"target": inputs["labels"], "losses": losses} if self.module.is_last else {}
-        given = {"attention_mask": inputs["attention_mask"], "return_outputs": False, **target}
+        target = {"target": inputs["labels"], "losses": losses} if self.is_last else {}
         with padding_known(batch):
-            if purpose == "training":
-                self.clock.step(schedule.step, *ids, **given)
-            else:
-                schedule.eval(*ids, **given)
+            self._pass(inputs, name, count, purpose, return_outputs=False, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
+
+    def _pass(
+        self, inputs: dict[str, torch.Tensor], name: str, count: int, purpose: str, **given: Any
+    ) -> torch.Tensor | None:
+        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
+        pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
+        ids = (inputs["input_ids"],) if self.is_first else ()
+        return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
         inputs = on_device(batch, self.rank.device)
-        self.module.positions = inputs.get("logits_to_keep")
+        self.positions = inputs.get("logits_to_keep")
         return inputs
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return the schedule for batches of `shape` (rows, tokens); it is kept, as its buffers have that shape.
-
-        In place of the one that was not used for longest, which is dropped first: its memory is free at once.
-        """
-        key = (tuple(shape), name, count, purpose)
-        found = self.schedules.pop(key, None)
-        if found is None and len(self.schedules) == self.kept_schedules:
-            del self.schedules[next(iter(self.schedules))]
-        self.schedules[key] = found or self._new_schedule(shape, name, count, purpose)
-        return self.schedules[key]
+        """Return the schedule for batches of `shape` (rows, tokens): the latest one, or a new one in its place."""
+        if self.made_for != (tuple(shape), name, count, purpose):
+            self.schedule = None  # its buffers are free before the next one's are there
+            self.schedule = self._new_schedule(shape, name, count, purpose)
+            self.made_for = (tuple(shape), name, count, purpose)
+        return self.schedule
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
         """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         hidden = torch.empty(
-            (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
+            (rows, length, self.causal.config.hidden_size), dtype=self.hidden_dtype, device="meta"
         ).requires_grad_(purpose == "training")
         ids = torch.empty((rows, length), dtype=torch.long, device="meta")
         stage = TimedStage(
-            self.clock,
-            self.module,
+            self,
             self.rank.rank,
             self.rank.world_size,
             torch.device(self.rank.device),
-            input_args=ids if self.module.is_first else hidden,
+            input_args=ids if self.is_first else hidden,
             output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
         )
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
-        loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
+        loss = partial(self.clock.timed, "loss", self.loss, in_backward=name == "gpipe" and count > 1)
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]
         return schedule(stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
-
-    def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
-        """Return the loss of one micro-batch; see `StageModule.loss`."""
-        return self.clock.timed("loss", -1, self.module.loss, output, target, in_backward) / self.loss_divisor

@@ -15,10 +15,9 @@ from common.hardware.devices import MIB
 from common.runtime.memory_tracker import MemoryTracker, watch_gradients
 from common.training.answer_logits import Batch
 from common.training.loop import TrainingLoop
-from common.training.pipeline import Pipeline
 
-NAIVE = ("gpipe", 1)
-"""Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
+Work = Callable[[Batch], object]
+"""The passes of a step. Naive model parallel has the whole batch as one micro-batch: one stage works at a time."""
 TIMED_S = 1.5
 """Seconds of naive model parallel that are timed at once."""
 TRIM_THRESHOLD, MOST_MAPPED = -1, -4
@@ -30,20 +29,13 @@ def ideal_speedup(stages: int, micro_batches: int) -> float:
     return stages * micro_batches / (micro_batches + stages - 1)
 
 
-def ideal_idle_share(stages: int, micro_batches: int) -> float:
-    """Return the bubble of GPipe and of 1F1B: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
-def measure_pipeline(
-    loop: TrainingLoop, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
-) -> dict[str, object] | None:
+def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dict[str, object] | None:
     """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
     Forward and backward passes only; every schedule in turn, `rounds` times, medians, on up to `steps` batches (fewer
     of a large model). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone
-    against those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each
-    round, on rank 0.
+    against those of all stages at once, nothing being sent. Weights stay as they are. Rank 0 prints a line after each
+    round.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
@@ -53,18 +45,21 @@ def measure_pipeline(
     stages, count = rank.world_size, pipeline.micro_batches
     if count < stages:
         return None
-    schedules = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
+    schedules: dict[str, Work] = {
+        name: partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=parts)
+        for name, schedule, parts in (("naive", "gpipe", 1), ("gpipe", "gpipe", count), ("1f1b", "1f1b", count))
+    }
     batches = full_batches(loop, steps)
-    naive_s = slowest_s(loop, batches[:1], step_by(pipeline, *NAIVE))
+    naive_s = slowest_s(loop, batches[:1], schedules["naive"])
     batches = batches[: max(1, round(TIMED_S / naive_s))]
     times: defaultdict[str, list[float]] = defaultdict(list)
     idle_shares: defaultdict[str, list[list[float]]] = defaultdict(list)
     keep_freed_memory()
     for number in range(rounds + 1):
-        for name, schedule in schedules.items():
-            pipeline.clock.forget()
-            times[name].append(slowest_s(loop, batches, step_by(pipeline, *schedule)))
-            idle_shares[name].append(pipeline.idle_shares())
+        for name, work in schedules.items():
+            pipeline.clock.steps.clear()
+            times[name].append(slowest_s(loop, batches, work))
+            idle_shares[name].append([idle for _, idle in pipeline.busy_s_and_idle_shares()])
         for stage, parts in product(range(stages), (1, count)):
             own = batches if rank.rank == stage else []
             alone_s = slowest_s(loop, own, partial(pipeline.bare_step, micro_batches=parts))
@@ -72,7 +67,7 @@ def measure_pipeline(
         times["all stages at once"].append(slowest_s(loop, batches, partial(pipeline.bare_step, micro_batches=count)))
         if rank.is_main:
             seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in schedules)
-            tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
+            print(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step", flush=True)
     step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
     return {
@@ -81,19 +76,14 @@ def measure_pipeline(
         "schedule": pipeline.schedule_name,
         **speedups(step_s, stages, count),
         "step_s": step_s,
-        "ideal_idle_share": ideal_idle_share(stages, count),
+        "ideal_idle_share": 1 - ideal_speedup(stages, count) / stages,  # the bubble of GPipe and of 1F1B
         "idle_share": idle,
-        "passes": {name: passes_of(loop, batches[0], *each) for name, each in schedules.items()},
-        "peak_activations_mib": {name: activations_mib(loop, batches[0], *each) for name, each in schedules.items()},
+        "passes": {name: passes_of(loop, batches[0], work) for name, work in schedules.items()},
+        "peak_activations_mib": {name: activations_mib(loop, batches[0], work) for name, work in schedules.items()},
     }
 
 
-def step_by(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
-    """Return the passes of a step by a schedule."""
-    return partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=micro_batches)
-
-
-def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Callable[[Batch], object]) -> float:
+def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Work) -> float:
     """Return the seconds that the slowest rank takes to `work` on its `batches`, begun together."""
     wait_for_everyone()
     start_s = time.perf_counter()
@@ -127,7 +117,6 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
     parts = [step_s[f"stage {stage} alone, {count}"] for stage in range(stages)]
     ideal, shared_machine = ideal_speedup(stages, count), step_s["all stages at once"] / max(parts)
     allowed, speedup = ideal / shared_machine, step_s["naive"] / step_s["1f1b"]
-    bubble = (count + stages - 1) / count
     return {
         "speedup": speedup,
         "speedup_gpipe": step_s["naive"] / step_s["gpipe"],
@@ -138,7 +127,7 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
         "naive_factor": step_s["naive"] / sum(whole),
         "small_micro_batches_factor": sum(parts) / sum(whole),
         "unequal_stages_factor": max(parts) * stages / sum(parts),
-        "sending_and_waiting_factor": step_s["1f1b"] / (step_s["all stages at once"] * bubble),
+        "sending_and_waiting_factor": step_s["1f1b"] * ideal / (step_s["all stages at once"] * stages),
     }
 
 
@@ -150,28 +139,26 @@ def full_batches(loop: TrainingLoop, count: int) -> list[Batch]:
     return [loop.batch_of([loop.train_rows[row] for row in rows]) for rows in first]
 
 
-def passes_of(
-    loop: TrainingLoop, batch: Batch, schedule: str, micro_batches: int
-) -> list[list[tuple[str, int, float, float]]]:
+def passes_of(loop: TrainingLoop, batch: Batch, work: Work) -> list[list[tuple[str, int, float, float]]]:
     """Return when each stage worked on which micro-batch in one step, by stage, the same on every rank.
 
     A pass is its kind, its micro-batch, its start and its end, in seconds.
     """
     wait_for_everyone()
-    loop.part.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+    work(batch)
     loop.optimizer.zero_grad()
     return gather_object([loop.part.pipeline.clock.last_passes()])
 
 
-def activations_mib(loop: TrainingLoop, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
+def activations_mib(loop: TrainingLoop, batch: Batch, work: Work) -> list[float]:
     """Return the most that activations and logits took at once in a step, in MiB (2^20 bytes), by stage."""
-    tracker = MemoryTracker(vocab_size=loop.part.pipeline.module.causal.config.vocab_size, rounded_to=1)
+    tracker = MemoryTracker(vocab_size=loop.part.pipeline.causal.config.vocab_size, rounded_to=1)
     for weight in loop.model.parameters():
         tracker.add(weight, "weights")
     hooks = watch_gradients(loop.model, tracker)
     with tracker:
         tracker.enter("step")
-        loop.part.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+        work(batch)
     for hook in hooks:
         hook.remove()
     loop.optimizer.zero_grad()

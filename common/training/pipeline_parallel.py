@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
@@ -23,13 +22,11 @@ from common.training.pipeline import Pipeline
 class Stage(Part):
     """Some layers of the model, in a pipeline; all ranks go through the same rows in the same order."""
 
-    is_whole = False
-
     def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
         """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
-        super().__init__(module.module.model, run, rank)
-        self.measures_usage = False
+        super().__init__(module.model, run, rank)
+        self.usage = None  # what one device would hold is on no rank
         self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod
@@ -77,8 +74,8 @@ class Stage(Part):
 
     def _tied_weight(self) -> torch.nn.Parameter | None:
         """Return this stage's copy of trained embeddings that are also the head; None elsewhere."""
-        causal = self.pipeline.module.causal
-        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
+        causal = self.pipeline.causal
+        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.is_last):
             return None
         # an encoder's last stage has the head, but no embeddings that would be the same weight
         ends = causal.get_input_embeddings() if self.rank.is_main else causal.get_output_embeddings()
@@ -99,7 +96,7 @@ class Stage(Part):
         logits = self.pipeline.logits(batch)
         labels = batch["labels"].to(self.rank.device)
         if logits is None:
-            logits = torch.zeros(len(labels), self.pipeline.module.causal.config.num_labels, device=self.rank.device)
+            logits = torch.zeros(len(labels), self.pipeline.causal.config.num_labels, device=self.rank.device)
         return self.objective.results(logits, labels).sum(0)
 
     @override
@@ -130,19 +127,20 @@ class Stage(Part):
         Raises:
             RuntimeError: a stage computed nothing.
         """
-        busy_s, total_s = self.pipeline.clock.busy_and_total_s()
-        if not total_s:
+        if not self.pipeline.clock.steps:
             return {"stages": None}
-        of_stages = pd.DataFrame({"busy_s": gather_object([busy_s]), "idle_share": self.pipeline.idle_shares()})
-        if not of_stages["busy_s"].all():
-            raise RuntimeError(f"Stage {of_stages['busy_s'].argmin()} of {len(of_stages)} computed nothing.")
-        return {"stages": of_stages.rename_axis("stage").reset_index().to_dict("records")}
+        of_stages = self.pipeline.busy_s_and_idle_shares()
+        for number, (busy_s, _) in enumerate(of_stages):
+            if not busy_s:
+                raise RuntimeError(f"Stage {number} of {len(of_stages)} computed nothing.")
+        stages = [{"stage": n, "busy_s": busy_s, "idle_share": idle} for n, (busy_s, idle) in enumerate(of_stages)]
+        return {"stages": stages}
 
     @override
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of all stages together are trained, and how many multiply."""
-        causal, copy = self.pipeline.module.causal, None
-        if self.pipeline.module.is_last and causal.ends_are_tied:
+        causal, copy = self.pipeline.causal, None
+        if self.pipeline.is_last and causal.ends_are_tied:
             copy = causal.get_output_embeddings().weight
         looked_up = causal.get_input_embeddings().weight if self.rank.is_main and not causal.ends_are_tied else None
         own = [weight for weight in self.model.parameters() if weight is not copy]

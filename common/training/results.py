@@ -11,14 +11,13 @@ from accelerate.utils import gather_object
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import NO_ROW, Tokens
+from common.data.rows import Tokens
 from common.hardware.devices import CPU_DEVICE, Gpu
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 from common.training.loop import TrainingLoop
-from common.training.optimizers import waits_for_validation
 
 COUNTED_ROWS = 10_000
 """Of more rows than these, so many are counted: a second on one core."""
@@ -28,37 +27,17 @@ def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
     """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
 
     Raises:
-        RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
-            than once per optimizer step that was taken.
+        RuntimeError: a rank did nothing, or rows were skipped or repeated.
     """
     work, rank = loop.work, loop.rank
-    machine = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")  # torchrun's, or Ray's
-    place = {"rank": rank.rank, "host": f"machine{machine}", "device": rank.device}
+    place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
-        if share["samples"] == 0 and steps_have_rows(loop, share["rank"]):
+        if share["samples"] == 0 and not loop.saver.first_step:  # of a last step's few rows a rank may have none
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = loop.part.own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(loop.train_rows), row_uses(loop), resumes=loop.saver.first_step > 0)
-    scheduled, skipped, taken = loop.schedule.last_epoch, loop.skipped_steps, loop.state.global_step
-    if scheduled + skipped != taken and not waits_for_validation(loop.schedule):
-        raise RuntimeError(
-            f"The learning rate took {scheduled} steps, training {taken}, of which {skipped} were skipped."
-        )
     return shares
-
-
-def steps_have_rows(loop: TrainingLoop, rank: int) -> bool:
-    """Return whether the steps of this run have a row for a rank: an epoch's last step may have fewer than ranks."""
-    batches, per_epoch = loop.batches, loop.steps_per_epoch
-    for epoch in range(loop.saver.first_step // per_epoch, -(-loop.state.global_step // per_epoch)):
-        batches.set_epoch(epoch)
-        for step, rows in enumerate(batches.steps(), epoch * per_epoch):
-            is_taken = loop.saver.first_step <= step < loop.state.global_step
-            shares = (batches.share(each, rank % batches.world_size) for each in batches.micro_batches(rows))
-            if is_taken and any(share != [NO_ROW] for share in shares):
-                return True
-    return False
 
 
 def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, resumes: bool = False) -> None:
@@ -73,16 +52,10 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
     times_used = Counter(row for rows in rows_by_rank for row in rows)
     if times_used.total() != row_uses:
         raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
-    full_epochs, rest = divmod(row_uses, row_count)
-    allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
-    if resumes:  # part of a first epoch and part of a last one
-        allowed = range(full_epochs - 1, full_epochs + 3)
-    wrong = [row for row in range(row_count) if times_used[row] not in allowed]
-    if wrong:
-        raise RuntimeError(
-            f"{len(wrong)} of {row_count} rows were used another number of times than {full_epochs}; "
-            f"row {wrong[0]}: {times_used[wrong[0]]} times."
-        )
+    rows = sorted(range(row_count), key=times_used.__getitem__)
+    least, most = times_used[rows[0]], times_used[rows[-1]]
+    if most - least > 1 + resumes:  # a run that resumes has part of a first epoch and part of a last one
+        raise RuntimeError(f"Row {rows[0]} was used {least} times, but row {rows[-1]} {most} times.")
 
 
 def row_uses(loop: TrainingLoop) -> int:
@@ -118,7 +91,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "skipped_steps": loop.skipped_steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
-        "saves": loop.saver.done.for_record(),
+        "saves": loop.saver.for_record(),
         **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
         **loop.updates.figures(),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
@@ -136,17 +109,19 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
 def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
     """Return tokens per second, trained weights, FLOPs per token and MFU; called on every rank.
 
-    `tokens_per_s` is that of all devices, which are `gpu`s.
+    `tokens_per_s` is that of all devices, which are `gpu`s. The MFU is a device's useful FLOP/s over its dense peak in
+    the number format of its products (Chowdhery et al. 2022, "PaLM", appendix B); None where no peak is known.
     """
     run = loop.run
     trained, multiplied = loop.part.parameter_counts()
     flops = training_flops(run, loop.train_rows, trained, multiplied)
     flops_per_s = tokens_per_s * flops["flops_per_token"] / run.devices
+    peak_tflops = gpu.tflops_dense[run.compute_dtype] if gpu and gpu.name != CPU_DEVICE else None
     return {
         "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
         **flops,
-        "mfu": model_flops_utilization(flops_per_s, gpu, run.compute_dtype),
+        "mfu": flops_per_s / (peak_tflops * 1e12) if peak_tflops else None,
     }
 
 
@@ -174,12 +149,3 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
         flops += count * step_flops(architecture, alone, share).useful
         tokens += count * (shape.tokens + shape.target_length)
     return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
-
-
-def model_flops_utilization(flops_per_s: float, gpu: Gpu | None, number_format: str) -> float | None:
-    """Return the MFU: a device's useful FLOP/s over its dense peak in the number format of its products.
-
-    None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
-    """
-    peak_tflops = gpu.tflops_dense[number_format] if gpu and gpu.name != CPU_DEVICE else None
-    return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

@@ -1,7 +1,6 @@
 """What a checkpoint says of its run, and whether another can resume from it: the same run, which may be longer."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ KEPT = (
 )  # fmt: skip
 """Settings that a resumed run has as the checkpoint's; what other settings ask for is told by rows, ranks and steps, or
 may change: how long, how far, when to report and save, and by which kernels."""
-BY_MEASUREMENT = ("reduce_lr_on_plateau", "greedy")
-"""Schedules whose learning rate follows from what was measured, and cannot be set anew in between."""
 
 
 def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -71,10 +68,10 @@ def digests_of(splits: Splits) -> dict[str, str]:
     return {name: f"{len(rows):,} rows, digest {digest_of_rows(rows)}" for name, rows in parts.items()}
 
 
-def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str, str]) -> None:
+def check_checkpoint(run: RunConfig, launcher: str, data: Mapping[str, str]) -> None:
     """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
 
-    `rows`, `data`: as for `about_run`.
+    `data`: as for `about_run`. How many rows there are to train on is not known yet: some may be left out, or divided.
 
     Raises:
         BadInputError: see `check_resumable`; or nothing is left to train, or this run would move its folder away.
@@ -84,10 +81,10 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str
     if run.resume_from_checkpoint == LAST:
         # a damaged one is named, and kept aside, when training begins
         for newest in list(filter(has_full_state, found_in(own / "checkpoints")))[:1]:
-            _check_listed(newest, run, rows, data)
+            _check_listed(newest, run, data)
         return
     folder = Path(run.resume_from_checkpoint).expanduser()
-    steps = run.total_steps(_check_listed(folder, run, rows, data))
+    steps = run.total_steps(_check_listed(folder, run, data))
     if steps_at(folder) >= steps:
         raise BadInputError(
             f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has "
@@ -100,34 +97,25 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int, data: Mapping[str
         )
 
 
-def _check_listed(folder: Path, run: RunConfig, rows: int, data: Mapping[str, str]) -> int:
-    """Refuse what cannot be resumed, and return how many rows are trained on: rows may be left out, or divided."""
+def _check_listed(folder: Path, run: RunConfig, data: Mapping[str, str]) -> int:
+    """Refuse what cannot be resumed, and return how many rows it was trained on."""
     about = read_manifest(folder)["about"]
-    known = run.max_truncated_fraction or (data and about.get("data"))
-    rows = about["rows"] if known else rows
-    check_resumable(run, rows, folder, about, data)
-    return rows
+    check_resumable(run, about_run(run, about["rows"], data), folder, about)
+    return about["rows"]
 
 
-def check_resumable(
-    run: RunConfig,
-    rows: int,
-    folder: Path,
-    about: Mapping[str, Any],
-    data: Mapping[str, str],
-) -> None:
-    """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
+def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`).
 
     Raises:
         BadInputError: what it is of, and what the run is.
     """
-    own = about_run(run, rows, data)
-    for reason in chain(_of_another_kind(run, own, about), _of_other_settings(own, about)):
+    for reason in _differences(run, own, about):
         raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
 
 
-def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a checkpoint's parts or rows are not this run's."""
+def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a checkpoint's parts or rows are not this run's, and in what its run was another."""
     if about.get("form") != FORM:
         yield (
             "that an older version of this repository wrote, in files that this one does not read: leave "
@@ -170,10 +158,6 @@ def _of_another_kind(run: RunConfig, own: Mapping[str, Any], about: Mapping[str,
         ),
     ]
     yield from (problem for is_one, problem in problems if is_one)
-
-
-def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
-    """Yield in what a checkpoint's run differs from this one, which goes on from it as the same run."""
     anew = "leave --resume_from_checkpoint out to begin anew"
     settings = own["settings"]
     for name, was in about["settings"].items():
@@ -190,24 +174,12 @@ def _of_other_settings(own: Mapping[str, Any], about: Mapping[str, Any]) -> Iter
                 f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
                 f"rows in the same order, or {anew}"
             )
-    rate, schedule = own["peak_learning_rate"], settings["lr_scheduler_type"]
-    rate_was = about["peak_learning_rate"]
-    if rate_was != rate and schedule in BY_MEASUREMENT:
-        yield (
-            f"with the learning rate {rate_was:g}, but this run's is {rate:g}, and the schedule {schedule} sets it "
-            f"by what was measured: pass the rate as it was, or {anew}"
-        )
 
 
-def say_changes(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> list[str]:
-    """Return lines of what a run that resumes does otherwise than before."""
-    step, rate, steps = steps_at(folder), run.peak_learning_rate, run.total_steps(rows)
-    lines, rate_was, steps_were = [], about["peak_learning_rate"], about["steps"]
-    if rate_was != rate:
-        lines.append(f"note: the peak learning rate is {rate:g} from here, and was {rate_was:g}")
-    if steps_were != steps and not run.lr_scheduler_type.startswith("constant"):
-        lines.append(
-            f"note: after step {step} the schedule {run.lr_scheduler_type} goes on as over {steps} steps; before, it "
-            f"was over {steps_were}"
-        )
-    return lines
+def say_changes(own: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """Return a line of what a run, `own`, does otherwise than `about` says of its checkpoint; empty where nothing."""
+    before, now = (f"over {each['steps']} steps with a peak of {each['peak_learning_rate']:g}" for each in (about, own))
+    if before == now:
+        return ""
+    schedule = own["settings"]["lr_scheduler_type"]
+    return f"note: the learning rate ({schedule}) goes on as {now}; before, it was {before}"

@@ -5,21 +5,25 @@ What a checkpoint is made of is `Part.state`'s; that it is there whole or not at
 
 import os
 import random
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerControl, TrainerState
 
 from common.base.errors import AskedToEndError, BadInputError
 from common.base.run_config import LAST
+from common.data.row_checks import say_once
 from common.models.shards import byte_count, host_copy, local_part
 from common.runtime.disks import broadcast_folder
 from common.runtime.rank import exchange_timeout
@@ -46,12 +50,9 @@ from common.training.saves import (
     LITTLE_BYTES,
     CheckpointSize,
     SaveSchedule,
-    SavesDone,
-    bytes_per_second,
     checkpoint_size,
     describe_saves,
 )
-from common.training.usage import optimizer_bytes
 
 RANDOM = "rng_state_{}.pth"
 """A rank's file: its random numbers, and what else is its own."""
@@ -63,7 +64,8 @@ class Saver:
     Attributes:
         folder: Where the checkpoints are.
         schedule: When a full state is due.
-        done: What this run has saved.
+        sizes: Bytes of each checkpoint that this run has written, by what it holds.
+        waits_s: Seconds that training waited for them.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         resumes_from: The checkpoint that training resumes from, if it does.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
@@ -71,17 +73,21 @@ class Saver:
 
     def __init__(self, part: Part, log: RunRecorder, rows: int) -> None:
         """Save `part` in the results folder of `log`; `rows`: of training. Called on every rank."""
-        self.part, self.log, self.rank, self.rows = part, log, log.rank, rows
+        self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
-        self.schedule, self.done = SaveSchedule(log.run.max_lost_minutes), SavesDone()
+        self.schedule = SaveSchedule(log.run.max_lost_minutes)
+        self.sizes: dict[str, list[int]] = {FULL_STATE: [], WEIGHTS: []}
+        self.waits_s: list[float] = []
         self.about = about_run(log.run, rows, log.row_digests)
         self.first_step, self.resumes_from = 0, None
         self.unfinished: UnfinishedCheckpoint | None = None
         self.group: dist.ProcessGroup | None = None
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
-    def begin(self) -> None:
+    def begin(self, state: TrainerState) -> None:
         """Find where training begins, and say on rank 0 how many checkpoints there will be; called on every rank.
+
+        `state` has the steps of the whole training.
 
         Raises:
             BadInputError: the checkpoint to resume from is damaged, or of another run.
@@ -94,11 +100,32 @@ class Saver:
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
-            speed = bytes_per_second(self.log.folder, size.state_bytes)
-            print(describe_saves(run, run.total_steps(self.rows), size, speed, waits=not self.in_background))
-        self._find_start()
+            print(describe_saves(run, state, size, waits=not self.in_background))
+        if folder := self._find_checkpoint():
+            about = verify_once(folder, self.rank.is_main)
+            check_resumable(run, self.about, folder, about)
+            say_once(say_changes(self.about, about))
+            self._check_random_numbers(folder, about["ranks"])
+            self.resumes_from, self.first_step = folder, steps_at(folder)
 
     # -- writing
+
+    @contextmanager
+    def _holding_up(self) -> Iterator[None]:
+        """Count the seconds of this context: training waits for a checkpoint."""
+        start_s = time.perf_counter()
+        yield
+        self.waits_s.append(time.perf_counter() - start_s)
+
+    def for_record(self) -> dict[str, float]:
+        """Return how many checkpoints there were, their bytes, and how long training waited, in all and at most."""
+        return {
+            "full_states": len(self.sizes[FULL_STATE]),
+            "best_weights": len(self.sizes[WEIGHTS]),
+            "bytes": sum(map(sum, self.sizes.values())),
+            "held_up_s": sum(self.waits_s),
+            "longest_s": max(self.waits_s),
+        }
 
     def save(self, state: TrainerState, control: TrainerControl, of_rank: Mapping[str, Any]) -> None:
         """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
@@ -109,14 +136,14 @@ class Saver:
         Raises:
             AskedToEndError: The run was asked to save and to end; all is written.
         """
-        with self.done.holding_up():
+        with self._holding_up():
             self.wait_and_commit()
             is_full = self.schedule.is_due(state, control)
             folder, best = self.folder / f"checkpoint-{state.global_step}", state.best_global_step or 0
             if best > self.first_step:
                 state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
             about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
-            self.unfinished = UnfinishedCheckpoint(folder, about, self._bytes_to_write(is_full), self.writes)
+            self.unfinished = UnfinishedCheckpoint(folder, about, self.writes)
             with self.unfinished.being_written() as partial_folder:
                 if is_full:
                     self._save_of_rank(partial_folder, of_rank)
@@ -126,13 +153,17 @@ class Saver:
             if is_full:
                 self.schedule.saved(state.global_step)
             if self.schedule.is_asked:
-                self._end_as_asked(state.global_step)
+                self.wait_and_commit()
+                raise AskedToEndError(
+                    f"saved after step {state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} "
+                    "resumes there."
+                )
 
     def _write(self, folder: Path, is_full: bool) -> None:
         """Write weights, and optimizer, now or in the background; where all ranks have all, one of each disk does."""
         writes_part = self.writes or not self.part.is_whole
         parts = self.part.state(is_full)
-        if self.in_background and self._has_room_to_copy(is_full):
+        if self.in_background and self._has_room_to_copy(parts):
             if self.rank.world_size > 1 and not (self.part.is_whole or self.group):
                 # of its own, on the CPU: collectives of the thread that writes would come among those of training
                 self.group = dist.new_group(backend=BACKENDS["cpu"], timeout=exchange_timeout(self.log.run))
@@ -146,9 +177,9 @@ class Saver:
 
     def commit_if_written(self, evaluates: bool, step: int) -> None:
         """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
-        meets = evaluates or self.schedule.have_met_after(step)
+        meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
-            with self.done.holding_up():
+            with self._holding_up():
                 self.wait_and_commit()
 
     def wait_and_commit(self) -> None:
@@ -158,28 +189,15 @@ class Saver:
         unfinished, self.unfinished = self.unfinished, None
         unfinished.commit()
         if self.writes:
-            self.done.count(read_manifest(unfinished.folder))
+            files = read_manifest(unfinished.folder)["files"].values()
+            self.sizes[unfinished.about[HOLDS]].append(sum(file["bytes"] for file in files))
             rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
 
-    def _end_as_asked(self, step: int) -> NoReturn:
-        self.wait_and_commit()
-        raise AskedToEndError(
-            f"saved after step {step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} resumes there."
-        )
-
-    def _has_room_to_copy(self, is_full: bool) -> bool:
+    def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
         """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
         ranks_here = 1 if self.part.is_whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = ranks_here * self._bytes_to_write(is_full)
-        return all(gather_object([needed < psutil.virtual_memory().available]))
-
-    def _bytes_to_write(self, is_full: bool) -> int:
-        """Return the bytes that this rank writes of the weights, and of the optimizer; of copies one is written."""
-        if self.part.is_whole and not self.writes:
-            return 0
-        trained = [local_part(weight) for weight in self.part.model.parameters() if weight.requires_grad]
-        held = byte_count(trained) + (optimizer_bytes(self.part.optimizer) if is_full else 0)
-        return held // self.log.run.dp_replicate_size
+        copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
+        return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
 
     def _save_of_rank(self, folder: Path, of_rank: Mapping[str, Any]) -> None:
         """Write what is a rank's own; every disk gets every rank's, so that any of them can start all ranks again."""
@@ -192,45 +210,34 @@ class Saver:
 
     # -- resuming
 
-    def _find_start(self) -> None:
-        """Find the step where the run begins, and check that it can."""
-        folder = self._find_checkpoint()
-        if folder is None:
-            return
-        about = verify_once(folder, self.rank.is_main)
-        check_resumable(self.log.run, self.rows, folder, about, self.about["data"])
-        for line in say_changes(self.log.run, self.rows, folder, about) if self.rank.is_main else ():
-            print(line)
-        self._check_files_of_ranks(folder, about["ranks"])
-        self.resumes_from, self.first_step = folder, steps_at(folder)
-
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning."""
-        asked = self.log.run.resume_from_checkpoint
-        newest = self._newest_of_all() if self.log.resumes else None
-        if newest is None and asked not in ("", LAST):
+        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning.
+
+        The newest that any disk has is on every disk afterwards.
+        """
+        asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
+        kept = newest_whole(self.folder) if resumes and self.writes else None
+        newest = max(gather_object([steps_at(kept) if kept else 0]))
+        if newest:
+            folder = self.folder / f"checkpoint-{newest}"
+            self._share(folder, has_it=kept == folder)
+            return folder
+        if asked not in ("", LAST):
             return Path(asked).expanduser()
-        if newest is None and self.log.resumes and self.rank.is_main:
+        if resumes and self.rank.is_main:
             print("there is no checkpoint to resume from: training starts at the beginning")
-        return newest
+        return None
 
-    def _newest_of_all(self) -> Path | None:
-        """Return the newest whole checkpoint that any disk has, on every disk afterwards."""
-        kept = newest_whole(self.folder) if self.writes else None
-        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
-        newest = max(steps for steps, _ in of_ranks)
-        if not newest:
-            return None
-        folder = self.folder / f"checkpoint-{newest}"
-        lacks = self.writes and (kept is None or steps_at(kept) < newest)
-        broadcast_folder(folder, of_ranks.index((newest, True)), lacks)
-        return folder
+    def _share(self, folder: Path, has_it: bool) -> None:
+        """Have a folder that some disks have on every one; `has_it`: this rank's, if it writes for its disk."""
+        of_ranks = gather_object([has_it])
+        if any(of_ranks):
+            broadcast_folder(folder, of_ranks.index(True), self.writes and not has_it)
 
-    def _check_files_of_ranks(self, folder: Path, ranks_then: int) -> None:
+    def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks = self.rank.world_size
-        names = [RANDOM.format(rank) for rank in range(ranks)]
-        missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
+        missing = [name for name in map(RANDOM.format, range(ranks)) if not (folder / name).is_file()]
         if ranks_then == ranks and missing:
             raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be resumed exactly.")
         if ranks_then != ranks and self.rank.is_main:
@@ -259,10 +266,7 @@ class Saver:
         if not state.best_global_step:
             return
         best = folder.with_name(f"checkpoint-{state.best_global_step}")
-        has_it = self.writes and best.is_dir()
-        of_ranks = gather_object([has_it])
-        if any(of_ranks):
-            broadcast_folder(best, of_ranks.index(True), self.writes and not has_it)
+        self._share(best, has_it=self.writes and best.is_dir())
         if not best.is_dir():
             best = Path(state.best_model_checkpoint)
         try:
@@ -276,7 +280,7 @@ class Saver:
 
     def load_best(self, state: TrainerState) -> None:
         """Finish what is being written, and take back the best weights so far, if there are any."""
-        with self.done.holding_up():
+        with self._holding_up():
             self.wait_and_commit()
         if state.best_model_checkpoint:
             verify_once(Path(state.best_model_checkpoint), self.rank.is_main)

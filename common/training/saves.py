@@ -1,14 +1,9 @@
-"""When a run saves a full state, how large it is and how long it takes, and what saving took."""
+"""When a run saves a full state, and how large it is."""
 
 import math
-import os
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import gather_object
@@ -18,18 +13,14 @@ from typing_extensions import override
 from common.base.asked_to_save import is_asked_to_save
 from common.base.errors import AskedToEndError
 from common.base.run_config import RunConfig
-from common.hardware.devices import MIB, size_text
+from common.hardware.devices import size_text
 from common.models.shards import global_numel
 from common.planning.host_memory import LITTLE_BYTES
 from common.planning.job import OPTIMIZER_BYTES
-from common.training.checkpoints import FULL_STATE, HOLDS
 
-MEANWHILE = "while training goes on"
 MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
 """On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
 and those that were the best when the newest full state was written."""
-PROBE_BYTES = 64 * MIB
-"""What is written to find how fast the disk is; less where checkpoints are smaller."""
 MEET_S = 20.0
 """At most so many seconds lie between two meetings of the ranks, or one step where that takes longer."""
 
@@ -78,6 +69,7 @@ class SaveSchedule(TrainerCallback):
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
+        met_step: The step after which the ranks met last.
         saves_at_end: Without save_steps: whether a full state is saved at the end of training.
         due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
     """
@@ -85,22 +77,18 @@ class SaveSchedule(TrainerCallback):
     def __init__(self, max_lost_minutes: float) -> None:
         """Without save_steps a full state is due before `max_lost_minutes` of training would be lost."""
         self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
-        self.is_asked = False
-        self.saved_step = self.met_step = self.next_meeting = -1
-        self.saved_s = self.met_s = self.pace_s = 0.0
-        self.due_step = math.inf
+        self.is_asked, self.pace_s = False, 0.0
+        self.saved(0)
 
     @override
-    def on_step_begin(
+    def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Begin to count at the first step.
+        """Begin to count.
 
         Raises:
-            AskedToEndError: A rank was asked to save before it.
+            AskedToEndError: A rank was asked to save before the first step.
         """
-        if self.saved_step >= 0:
-            return
         self.saved(state.global_step)  # what this run resumes from is saved already
         if any(gather_object([is_asked_to_save()])):
             raise AskedToEndError(
@@ -123,10 +111,6 @@ class SaveSchedule(TrainerCallback):
             return control.should_training_stop or state.global_step % state.save_steps == 0
         return state.global_step >= self.due_step or (control.should_training_stop and self.saves_at_end)
 
-    def have_met_after(self, step: int) -> bool:
-        """Return whether the last time that the ranks met was after this step."""
-        return step == self.met_step
-
     def meet(self, state: TrainerState) -> None:
         """Have the ranks agree when the next full state is due and when they meet again; called on every rank."""
         now_s, step = time.perf_counter(), state.global_step
@@ -145,93 +129,24 @@ class SaveSchedule(TrainerCallback):
         self.due_step = math.inf
 
 
-# -- how long
+# -- what is said before
 
 
-def bytes_per_second(folder: Path, byte_count: int) -> float:
-    """Return how fast the disk of a folder takes `byte_count` bytes, or 64 MiB of them, flushed."""
-    content = os.urandom(min(byte_count, PROBE_BYTES))  # a file system that compresses gains nothing
-    with tempfile.TemporaryFile(dir=folder) as file:
-        start_s = time.perf_counter()
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        return len(content) / (time.perf_counter() - start_s)
+def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool = True) -> str:
+    """Return one line: how often a run saves, in the steps that `state` counts, and what that takes on the disk.
 
-
-def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, speed: float, waits: bool = True) -> str:
-    """Return one line: how often a run of `steps` optimizer steps saves, and how long that takes.
-
-    `speed`: of the disk, in bytes per second; `waits`: whether training does not go on meanwhile.
+    `waits`: whether training does not go on meanwhile.
     """
-    state_s, weights_s = size.state_bytes / speed, size.weights_bytes / speed
-    validations = math.ceil(steps / steps_of(run.eval_steps, steps))
-    state, weights = (
-        f"{size_text(count)}, about {_seconds(seconds)}"
-        for count, seconds in ((size.state_bytes, state_s), (size.weights_bytes, weights_s))
-    )
-    if run.save_steps:
-        every = steps_of(run.save_steps, steps)
-        meanwhile = "" if waits else f", {MEANWHILE}"
-        states = f"{math.ceil(steps / every)} full states ({state} each{meanwhile}), one after every {every} steps"
+    full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
+    validations = math.ceil(state.max_steps / state.eval_steps)
+    if state.save_steps:
+        count = math.ceil(state.max_steps / state.save_steps)
+        states = f"{count} full states ({full} each), one after every {state.save_steps:g} steps"
     else:
-        share = f"{state_s / (state_s + 60 * run.max_lost_minutes):.1%} of the time" if waits else MEANWHILE
         at_end = ", and one at the end" if size.state_bytes <= LITTLE_BYTES else ""
-        states = f"a full state ({state}, {share}) every {run.max_lost_minutes:g} minutes{at_end}"
-    if not waits:
-        weights += f", {MEANWHILE}"
+        states = f"a full state ({full}) every {run.max_lost_minutes:g} minutes{at_end}"
     on_disk = size_text(MOST_FULL_STATES * size.state_bytes + MOST_BEST_WEIGHTS * size.weights_bytes)
     return (
-        f"saves: {states}; the best weights ({weights}) after at most {validations} validations, together "
-        f"{_seconds(validations * weights_s)}; {on_disk} on the disk at most, which takes {size_text(speed)} per second"
+        f"saves: {states}; the best weights ({weights}) after at most {validations} validations"
+        f"{'' if waits else '; training goes on meanwhile'}; {on_disk} on the disk at most"
     )
-
-
-def steps_of(interval: float, steps: int) -> int:
-    """Return an interval in steps; below 1 it is a share of all `steps`, as in Transformers' `compute_steps`."""
-    return math.ceil(steps * interval) if interval < 1 else int(interval)
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
-
-
-# -- what it took
-
-
-@dataclass
-class SavesDone:
-    """What one run has saved.
-
-    Attributes:
-        full_states, best_weights: How many; a full state that has the best weights is one of the first.
-        bytes: Of all of them, as they were written.
-        held_up_s: Seconds that training waited for them.
-        longest_s: The longest of these waits.
-    """
-
-    full_states: int = 0
-    best_weights: int = 0
-    bytes: int = 0
-    held_up_s: float = 0.0
-    longest_s: float = 0.0
-
-    def count(self, manifest: Mapping[str, Any]) -> None:
-        """Count a checkpoint by its list."""
-        is_full = manifest["about"][HOLDS] == FULL_STATE
-        self.full_states += is_full
-        self.best_weights += not is_full
-        self.bytes += sum(file["bytes"] for file in manifest["files"].values())
-
-    @contextmanager
-    def holding_up(self) -> Iterator[None]:
-        """Count the seconds of this context: training waits for a checkpoint."""
-        start_s = time.perf_counter()
-        yield
-        waited_s = time.perf_counter() - start_s
-        self.held_up_s += waited_s
-        self.longest_s = max(self.longest_s, waited_s)
-
-    def for_record(self) -> dict[str, object]:
-        """Return the figures for the record."""
-        return asdict(self)

@@ -13,9 +13,10 @@ from common.models.loading import load_base_model, load_tokenizer, waiting_on_ho
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.tasks.answers import Judge, evaluate, independent_judges
 from common.training.counted_steps import count_steps
-from common.training.export import DeviceMap, save_and_reload
+from common.training.export import DeviceMap
+from common.training.export import save as save  # a step, too
 from common.training.loop import TrainingLoop
 from common.training.results import check_training, training_figures
 
@@ -39,31 +40,23 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
 
 def evaluate_before(
     log: RunRecorder,
-    model: PreTrainedModel | None,
     tokenizer: Tokenizer,
     data: Splits,
-    score: Callable[..., Evaluation] = evaluate,
-) -> Evaluation | None:
-    """Evaluate the base's answers to the test questions before any training; None with `--baseline none`.
+    score: Callable[..., Any] = evaluate,
+    model: PreTrainedModel | None = None,
+) -> Any:
+    """Score what the base makes of the test rows before any training; None with `--baseline none`.
 
-    `score`: what a task does with them (with pictures `evaluate_looking`). The base also judges them, beside an
-    independent judge. Without a `model` the base is loaded for this step alone: `load_answering`.
+    `score`: the task's, say `classify`. Where answers are judged, it gets the base itself and an independent judge.
+    Without a `model` the base is loaded for this step alone: `load_answering`.
     """
-
-    def judged(base: PreTrainedModel, *about: Any) -> Evaluation:
-        judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return score(base, tokenizer, data.test, judges, *about)
-
-    return _with_base(log, model, judged)
-
-
-def _with_base(log: RunRecorder, model: PreTrainedModel | None, find: Callable[..., Any]) -> Any:
-    """Return what is found with `model` or, without one, with the base, which is loaded for that and freed."""
     if log.run.baseline == "none":
         return None
     with log.phase("baseline evaluation"):
-        base = model or load_answering(log.run, log.rank)
-        found = find(base, log, "before")
+        base, judges = model or load_answering(log.run, log.rank), []
+        if log.run.goal.is_judged:
+            judges = [[Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]]
+        found = score(base, tokenizer, data.test, *judges, log, "before")
         if model is None:
             free_model(base)
         return found
@@ -77,32 +70,19 @@ def sum_up(loop: TrainingLoop) -> Metrics:
         return training_figures(loop, world)
 
 
-def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
-    with log.phase("merge and reload"):
-        return save_and_reload(log, loop, tokenizer)
-
-
-def save(
-    log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, device_map: DeviceMap | None = None
-) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save one whole model, and load it as any user would: the trained model's logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, loop, tokenizer, device_map)
-
-
 def evaluate_after(
     log: RunRecorder,
     tuned: PreTrainedModel,
     tokenizer: Tokenizer,
     data: Splits,
+    score: Callable[..., Any] = evaluate,
     device_map: DeviceMap | None = None,
-    score: Callable[..., Evaluation] = evaluate,
-) -> Evaluation:
-    """Evaluate the tuned model's answers, judged by itself, by the base as before, and by an independent judge.
+) -> Any:
+    """Score what the tuned model makes of rows that had no part in training nor in choosing the checkpoint.
 
-    The base loads again, by `device_map` where that says where. Meanwhile the tuned model waits in the host's memory,
-    so that a device holds one of them at a time; one in stages, whose answers are there, is freed.
+    `score`: the task's. Where answers are judged, it gets the tuned model itself, the base as before, and an
+    independent judge. The base loads again, by `device_map` where that says where. Meanwhile the tuned model waits in
+    the host's memory, so that a device holds one of them at a time; one in stages, whose answers are there, is freed.
     """
 
     def judges() -> Iterator[Judge]:
@@ -116,29 +96,8 @@ def evaluate_after(
         yield from independent_judges(log.run, log.rank.device)
 
     with log.phase("final evaluation"):
-        return score(tuned, tokenizer, data.test, judges(), log, "after")
-
-
-def score_before(
-    log: RunRecorder,
-    tokenizer: Tokenizer,
-    data: Splits,
-    score: Callable[..., Any],
-    model: PreTrainedModel | None = None,
-) -> Any:
-    """Score what the base finds in the test rows before any training; None with `--baseline none`.
-
-    `score`: the task's, say `classify`. Without a `model` the base is loaded for this step alone: `load_answering`.
-    """
-    return _with_base(log, model, lambda base, *about: score(base, tokenizer, data.test, *about))
-
-
-def score_after(
-    log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]
-) -> Any:
-    """Score what the tuned model finds in rows that had no part in training nor in choosing the checkpoint."""
-    with log.phase("final evaluation"):
-        return score(tuned, tokenizer, data.test, log, "after")
+        judged_by = [judges()] if log.run.goal.is_judged else []
+        return score(tuned, tokenizer, data.test, *judged_by, log, "after")
 
 
 def record(log: RunRecorder, before: Any, after: Any, **figures: object) -> Record:

@@ -6,7 +6,6 @@ are summed over the ranks twice a layer, and so are the gradients of their input
 is whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
 """
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import Division, load_divided
+from common.models.divided import load_divided
 from common.models.loading import any_shape_config, model_without_weights
 from common.models.shards import local_part
 from common.models.trained_weights import with_trained_weights
@@ -47,8 +46,8 @@ PLAN: dict[str, type[ParallelStyle]] = {
 """Of every encoder layer: divided by outputs, column-wise (the weight's first dimension, and the bias), or by inputs,
 row-wise (its second; the bias is whole). All else is whole on every rank: embeddings, layer norms, pooler and
 classifier."""
-FAMILIES = dict.fromkeys(("bert", "roberta", "xlm-roberta"), ("encoder.layer", PLAN))
-"""By model type, where its layers are, and their plan."""
+FAMILIES = ("bert", "roberta", "xlm-roberta")
+"""Kinds of models whose layers are so."""
 AGREEMENT = 1e-7
 """By which a whole weight may differ between ranks."""
 
@@ -56,13 +55,9 @@ AGREEMENT = 1e-7
 class Columns(Part):
     """Columns or rows of each layer's matrices; all ranks have the same rows of a batch."""
 
-    is_whole = False
-
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
         """Check that every matrix of the plan is divided, and nothing else; `module` comes from `split_by_plan`."""
         check_split(module, rank.world_size)
-        if rank.is_main:  # the others hold as much
-            print(f"tensor parallel: each rank {describe_split(module)}")
         super().__init__(module, run, rank)
 
     @classmethod
@@ -103,7 +98,7 @@ def mesh_of_all(rank: Rank) -> DeviceMesh:
 def load_columns(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
     """Return the model to train, of which each rank has loaded its part of each layer's matrices; on every rank."""
     planned = planned_dimensions(model_without_weights(run))
-    return with_trained_weights(load_divided(run, rank.device, Division(mesh, planned.get)), run)
+    return with_trained_weights(load_divided(run, rank.device, mesh, planned.get), run)
 
 
 # -- the plan
@@ -130,16 +125,15 @@ def check_divisible(config: PretrainedConfig, ranks: int) -> None:
 
 
 def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, type[ParallelStyle]]]]:
-    """Yield each layer with its family's plan, to which the adapters that the layer has are added.
+    """Yield each layer with its plan, to which the adapters that the layer has are added.
 
     An adapter is divided where its matrix is: lora_B by outputs, or lora_A by inputs. The other one is whole, and so is
     what it gets and gives: its gradient is complete on every rank.
     """
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
-    path, family_plan = FAMILIES[model.config.model_type]
-    for layer in whole.base_model.get_submodule(path):
+    for layer in whole.base_model.encoder.layer:
         plan = {}
-        for name, style in family_plan.items():
+        for name, style in PLAN.items():
             module = layer.get_submodule(name)
             if isinstance(module, LoraLayer):
                 divided = "lora_B" if style is ColwiseParallel else "lora_A"
@@ -199,16 +193,6 @@ def split_dimension(weight: torch.Tensor) -> int | None:
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard():
         return None
     return weight.placements[0].dim
-
-
-def describe_split(model: Model) -> str:
-    """Return what a rank holds of a divided model, and which weights of a layer are divided."""
-    weights = dict(model.named_parameters())
-    held = sum(local_part(weight).numel() for weight in weights.values())
-    whole = sum(weight.numel() for weight in weights.values())
-    divided = [name for name, weight in weights.items() if split_dimension(weight) is not None]
-    of_layer = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in divided)
-    return f"holds {held:,} of {whole:,} weights; of each layer it has its part of {', '.join(of_layer)}"
 
 
 def check_split(model: Model, ranks: int) -> None:

@@ -43,20 +43,6 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return byte_count(state_tensors(optimizer))
 
 
-def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) -> None:
-    """Check that a rank holds its part of what is divided among the ranks.
-
-    Raises:
-        RuntimeError: with both sizes.
-    """
-    expected = whole_bytes / world_size
-    if abs(local_bytes - expected) > UNEVEN_SHARE * expected:
-        raise RuntimeError(
-            f"This rank holds {local_bytes:,} bytes of {what}, but {whole_bytes:,} divided by {world_size} ranks are "
-            f"{expected:,.0f}."
-        )
-
-
 def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
     """Return the least and the most that a rank holds of weights that FSDP cuts along their first dimension.
 
@@ -70,7 +56,7 @@ def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
     return least, most
 
 
-def check_part(what: str, local_bytes: int, parts: tuple[int, int]) -> None:
+def check_part(what: str, local_bytes: int, parts: tuple[float, float]) -> None:
     """Check that a rank holds a part of what is divided: between the least and the most of `parts`.
 
     Raises:
@@ -79,7 +65,7 @@ def check_part(what: str, local_bytes: int, parts: tuple[int, int]) -> None:
     least, most = parts
     if not (1 - UNEVEN_SHARE) * least <= local_bytes <= (1 + UNEVEN_SHARE) * most:
         raise RuntimeError(
-            f"This rank holds {local_bytes:,} bytes of {what}, but the ranks' parts have {least:,} to {most:,}."
+            f"This rank holds {local_bytes:,} bytes of {what}, but the ranks' parts have {least:,.0f} to {most:,.0f}."
         )
 
 

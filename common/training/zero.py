@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 import warnings
-from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.cpp_extension import get_default_build_root
 from typing_extensions import override
 
 from common.base.errors import BadInputError
@@ -32,13 +30,11 @@ from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_share, optimizer_bytes
+from common.training.usage import Held, check_part, optimizer_bytes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-COMPILED = "deepspeed_shm_comm"
-"""DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
 INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
 
 
@@ -50,17 +46,11 @@ def check_deepspeed() -> None:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
-    if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and shutil.which("c++") is None:
         raise BadInputError(
             "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
             "g++, or take FSDP (run_0_cpu_x2)."
         )
-
-
-def is_compiled() -> bool:
-    """Return whether DeepSpeed's operator for CPUs was compiled on this machine before."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return any(root.glob(f"**/{COMPILED}/*.so"))
 
 
 def load_for_zero(run: RunConfig, rank: Rank) -> Model:
@@ -70,8 +60,6 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for stage 3 has every
     rank hold the whole model on its host.)
     """
-    if run.device == "cpu" and rank.is_main and not is_compiled():
-        print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
     # its names for collectives are older than PyTorch's: it says so at every call
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     if zero_stage(run) < 3:
@@ -97,12 +85,12 @@ def _config(run: RunConfig, model: Model) -> dict[str, Any]:
 class ZeroPart(Part):
     """A part of the optimizer's states (stage 1), also of gradients (2), also of weights (3); the engine steps."""
 
-    is_whole = autocasts = False
+    autocasts = False
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
         """`module` comes from `zero_engine`."""
-        self.engine = module
         super().__init__(module, run, rank)
+        self.engine = self.called = module
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -112,11 +100,6 @@ class ZeroPart(Part):
             BadInputError: with the command that installs it.
         """
         check_deepspeed()
-
-    @property
-    @override
-    def called(self) -> torch.nn.Module:
-        return self.engine
 
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
@@ -194,7 +177,7 @@ class ZeroPart(Part):
         self.engine.destroy()
         for tensor in (*self.kept_buffers(), *parts):
             tensor.data = tensor.new_empty(0)
-        self.engine = self.module = None
+        self.engine = self.module = self.called = None
 
     @override
     def held(self) -> Held:
@@ -226,9 +209,11 @@ class ZeroPart(Part):
         """
         states = optimizer_bytes(self.engine.optimizer.optimizer)
         if states:  # SGD has none
-            check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
+            part = 2 * self._trained() * 4 / self.rank.world_size
+            check_part("optimizer states", states, (part, part))
         if zero_stage(self.run) == 3:
-            check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)
+            part = self.held_by_one_device().weights_bytes / self.rank.world_size
+            check_part("weights", held.weights_bytes, (part, part))
 
 
 # -- dividing
@@ -241,35 +226,22 @@ def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
     """
     import deepspeed
 
-    partitioned: torch.nn.Parameter | None = None
-    for places in _places_of_weights(model):
-        weight = _whole_weight(places, mesh, torch.bfloat16 if config["bf16"]["enabled"] else None)
-        for module, name in places:
-            module._parameters[name] = weight
-        if partitioned is None:
+    first: torch.nn.Parameter | None = None
+    for weight in list(model.parameters()):
+        whole = _whole(weight, mesh).to(mesh.device_type, torch.bfloat16 if config["bf16"]["enabled"] else None)
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(whole, requires_grad=weight.requires_grad))
+        del whole
+        if first is None:
             deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
-            partitioned = weight
+            first = weight
         else:  # as it does with adapters itself: to read the settings again takes longer
-            partitioned.convert_to_zero_parameters(param_list=[weight])
+            first.convert_to_zero_parameters(param_list=[weight])
         return_freed_memory()
 
 
-def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
-    """Return of each weight the modules that have it, several where it is tied, and its names there."""
-    places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            places[weight].append((module, name))
-    return list(places.values())
-
-
-def _whole_weight(
-    places: list[tuple[torch.nn.Module, str]], mesh: DeviceMesh, dtype: torch.dtype | None
-) -> torch.nn.Parameter:
-    module, name = places[0]
-    weight = module._parameters[name]
+def _whole(weight: torch.nn.Parameter, mesh: DeviceMesh) -> torch.Tensor:
     rows = weight.detach()
     if isinstance(rows, DTensor):  # from_local moves them to the mesh's devices
         about = {"run_check": False, "shape": rows.shape, "stride": rows.stride()}
         rows = DTensor.from_local(rows.to_local(), mesh, rows.placements, **about)
-    return torch.nn.Parameter(gathered(rows).to(mesh.device_type, dtype), requires_grad=weight.requires_grad)
+    return gathered(rows)

@@ -81,7 +81,7 @@ def count_waits() -> None:
 
     def with_counts(self: TrainingLoop, *given: Any, **settings: Any) -> None:
         made(self, *given, **settings)
-        self.add_callback(WaitsByStep())
+        self.handler.add_callback(WaitsByStep())
 
     @contextmanager
     def without_counts(self: TrainingLoop) -> Iterator[None]:

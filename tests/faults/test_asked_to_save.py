@@ -85,6 +85,6 @@ def test_all_save_after_the_same_step_where_one_was_asked(
 @pytest.mark.slow
 def test_a_run_that_is_asked_after_training_goes_on_to_its_end(start: Callable) -> None:
     run = start("single")
-    run.wait_until(lambda: "merge and reload ..." in run.output, 90)
+    run.wait_until(lambda: "save and reload ..." in run.output, 90)
     run.process.send_signal(signal.SIGUSR1)
     run.finish()

@@ -116,7 +116,7 @@ def test_nobody_outlives_a_kernel(
     run.process.send_signal(how)
     gone_s = run.wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in below), GONE_S)
     assert run.end(GONE_S) != 0
-    assert how == KILL or run.record["status"] == "interrupted"
+    assert how == KILL or run.record["status"] == "interrupted", (run.record["error"], run.record["failed_rank"])
     run.wait_until(lambda: left_behind(ports) == [], GONE_S)
     outcomes.keep(fault, "ddp", f"{how.name} of the kernel: 0 processes left", ended_s=gone_s)
 

@@ -1,6 +1,7 @@
 """The same workflows on GPUs. They skip, visibly, where there are none or too few."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ SHARDED, ZERO = (
 )
 DDP_ON_GPUS = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_1_a6000_48g_x2"
 needs_two_gpus = pytest.mark.usefixtures("two_gpus")
+needs_4_bits = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -85,6 +87,7 @@ def test_a_gpu_computes_the_losses_of_the_cpu(trained: Callable, device: str) ->
     check_losses_are_the_cpus(trained, device, LORA, *recipe, "--lora_dropout", "0")
 
 
+@needs_4_bits
 def test_a_gpu_computes_the_qlora_losses_of_the_cpu(trained: Callable, device: str) -> None:
     check_losses_are_the_cpus(trained, device, QLORA, "--lora_dropout", "0")
 
@@ -128,6 +131,7 @@ def test_a_classifier_of_roberta_large_s_shape_trains(
     assert record["quality"]["after"]["rows"] == 9
 
 
+@needs_4_bits
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_qlora_trains_in_4_bits_and_merges(trained: Callable, device: str, quantization: str) -> None:
     optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch"
@@ -151,6 +155,7 @@ def check_ddp_on_both_gpus(record: Any) -> None:
     assert all(entry["peak_allocated_gib"] > 0 for entry in record["memory"])
 
 
+@needs_4_bits
 @needs_two_gpus
 def test_qlora_with_ddp_has_a_whole_model_on_each_gpu(trained: Callable) -> None:
     settings = ("--parallel", "ddp", "--devices", "2", "--batch_size", "8")
@@ -201,6 +206,7 @@ def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, 
 
 
 @pytest.mark.usefixtures("gpu", "emptied_gpu")
+@needs_4_bits
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_a_gpu_takes_what_was_planned_of_weights_in_4_bits(quantization: str) -> None:
     planned_gib, found_gib = planned_and_found_gib(

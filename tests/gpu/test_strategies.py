@@ -95,7 +95,7 @@ def test_shards_are_written_from_their_copy_while_steps_are_taken(
     part = part_of(run_of(precision="bf16-mixed", parallel="fsdp", devices=2), rank, llama, monkeypatch)
     stepped(part)
     then, folder = held(part), tmp_path / "checkpoint-4"
-    unfinished, group = UnfinishedCheckpoint(folder, {}, 0, commits=True), dist.new_group(backend=BACKENDS["cpu"])
+    unfinished, group = UnfinishedCheckpoint(folder, {}, commits=True), dist.new_group(backend=BACKENDS["cpu"])
     with unfinished.being_written() as aside, ThreadPoolExecutor(1) as thread:
         write = partial(part.write, aside, host_copy(part.state(is_full=True)), group)
         unfinished.written = thread.submit(unfinished.write_and_hash, write)

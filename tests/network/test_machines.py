@@ -1,6 +1,6 @@
 """The machines workflow over TCP between hosts of their own: it finishes, or ends and says why, and never hangs.
 
-Hosts are network namespaces (`common.virtual_hosts`), each with its own folder for results, as with a disk of its own.
+Hosts are network namespaces (`virtual_hosts.py`), each with its own folder for results, as with a disk of its own.
 Where these are not allowed, two ranks on loopback train one model.
 """
 
@@ -19,9 +19,9 @@ from accelerate.utils.other import get_free_port
 
 from common.base.paths import REPOSITORY
 from common.base.torchrun import nodes_command
-from common.runtime.virtual_hosts import namespaces, virtual_network
 from common.runtime.watch import SLOW_FACTOR
 from tests.fixtures import trained_weights
+from tests.network.virtual_hosts import namespaces, virtual_network
 from tests.network.virtual_links import cut, join
 from tests.network.workers import END_S, RUN_S, START_S, Place, Worker, needs_hosts, wait_until
 from tests.pace import patient

@@ -20,7 +20,7 @@ from common.planning.run_jobs import job_of_run
 from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.disks import MARK
-from common.runtime.virtual_hosts import virtual_network
+from tests.network.virtual_hosts import virtual_network
 from tests.network.virtual_links import sent_bytes
 from tests.network.workers import GLOBAL_BATCH, RUN_S, SAME, START_S, STEPS, Place, Worker, needs_hosts, wait_until
 

@@ -4,13 +4,13 @@ import json
 import subprocess
 
 from common.base.errors import BadInputError
-from common.runtime.virtual_hosts import HOSTS, INTERFACE, VirtualHost, VirtualNetwork, virtual_network
+from tests.network.virtual_hosts import INTERFACE, VirtualHost, VirtualNetwork, virtual_network
 
 
 def namespaces_refused() -> str:
     """Why no virtual hosts can be made here, in one sentence; empty where they can."""
     try:
-        with virtual_network(HOSTS[0]):
+        with virtual_network(2):
             return ""
     except BadInputError as refusal:
         return str(refusal)

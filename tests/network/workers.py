@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.records.store import RECORD_NAME, Record, load_record
-from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork
 from tests.forked import Forked
+from tests.network.virtual_hosts import VirtualHost, VirtualNetwork
 from tests.network.virtual_links import namespaces_refused
 from tests.pace import patient
 

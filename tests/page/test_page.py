@@ -153,7 +153,7 @@ def test_settings_are_those_that_mean_something_also_in_older_records() -> None:
     old = deepcopy(new)
     del old["config"]["threads"]
     assert values_of(old)["settings"] == values_of(new)["settings"]
-    assert not {"stages", "wrap", "run_name"} & values_of(new)["settings"].keys()
+    assert not {"stages", "offload", "run_name"} & values_of(new)["settings"].keys()
 
 
 def data_in(page: str) -> dict[str, Any]:

@@ -66,10 +66,7 @@ STAGES_ACCUMULATED = ("--batch_size", "4", "--gradient_accumulation_steps", "2",
 GPIPE = ("--schedule", "gpipe")
 TWO_GPUS = ("--device", "cuda", "--devices", "2", "--stages", "0", "--attention", "eager")
 """Fake ones; PyTorch's fused attention does not know them."""
-OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
-FEW_TOKENS = ("--max_batch_tokens", "64")
-"""One or two rows."""
 SOME_LOGITS = 2**15
 """Of a chunk of the loss on several devices, where each micro-batch has several chunks; one device has one."""
 OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_cap_mb", "0.05")
@@ -195,10 +192,6 @@ CASES = [
         chat("one device, padded", technique, place, *WHOLE_BATCH, "--padding_free", "no", launch="one_device")
         for technique, place in (("full", FULL), ("lora", LORA), ("qlora", QLORA))
     ),
-    chat("one device, few tokens at once", "lora", LORA, *WHOLE_BATCH, *FEW_TOKENS, launch="one_device"),
-    chat("DDP, few tokens at once", "lora", DDP, *OF_RANK, *FEW_TOKENS),
-    sharded("FSDP2, few tokens at once", "full", *OF_RANK, *FEW_TOKENS),
-    zero("ZeRO-3, few tokens at once", "full", *OF_RANK, *FEW_TOKENS),
     divided("", "--device_map", "even"),
     divided("every weight, checkpointed", *ALL, "--gradient_checkpointing", "--use_reentrant"),
     sharded("DDP", "full", "--parallel", "ddp", *OF_RANK),
@@ -207,12 +200,12 @@ CASES = [
     sharded("DDP, accumulated", "full", "--parallel", "ddp", *ACCUMULATED),
     chat("DDP, accumulated", "lora", DDP, *ACCUMULATED),
     sharded("FSDP2", "full", *OF_RANK),
-    sharded("FSDP2", "full", *OF_RANK, *ALL, *OWN_WRAP, note="every weight, checkpointed"),
+    sharded("FSDP2", "full", *OF_RANK, *ALL, "--gradient_checkpointing", note="every weight, checkpointed"),
     sharded("FSDP2", "lora", *OF_RANK),
     sharded("FSDP2", "qlora", *OF_RANK),
     sharded("FSDP2, hybrid", "full", *TWO_COPIES, launch="four_ranks"),
     sharded("FSDP2, hybrid", "lora", *TWO_COPIES, launch="four_ranks"),
-    sharded("FSDP2, accumulated", "full", *ACCUMULATED, "--prefetch", "2"),
+    sharded("FSDP2, accumulated", "full", *ACCUMULATED),
     sharded("FSDP2, accumulated", "lora", *ACCUMULATED),
     *(zero(f"ZeRO-{stage}", technique, *OF_RANK) for stage in (1, 2, 3) for technique in ("full", "lora")),
     zero("ZeRO-3, accumulated", "full", *ACCUMULATED, *ALL, note="every weight"),
@@ -244,7 +237,7 @@ CASES = [
     summarizing("plain loop, one device", ACCELERATE, *TWO_PARTS, *OF_RANK, launch="one_device"),
 ]
 IN_TEST_ALL = {
-    "FSDP2, few tokens at once, full", "ZeRO-3, few tokens at once, full", "MP, full, every weight, checkpointed",
+    "MP, full, every weight, checkpointed",
     "DDP, accumulated, full", "FSDP2, hybrid, lora", "FSDP2, accumulated, lora", "ZeRO-1, lora", "ZeRO-2, full",
     "ZeRO-3, lora", "PP, GPipe, lora", "classification, DDP, full", "classification, PP, lora",
     "classification, TP, accumulated, full", "visual_questions, DDP, full", "preferences, DDP, lora",

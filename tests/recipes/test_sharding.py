@@ -26,8 +26,7 @@ FOUR_STEPS = ("--max_steps", "4", "--eval_steps", "0.5", "--batch_size", "8")
 FSDP = {
     "fsdp": EIGHT_STEPS,
     "ddp": (*FOUR_STEPS, "--parallel", "ddp"),
-    "all, checkpointed": (*FOUR_STEPS, "--target_modules", "all", "--gradient_checkpointing",
-                          "--wrap", "LlamaMLP,LlamaAttention"),
+    "all, checkpointed": (*FOUR_STEPS, "--target_modules", "all", "--gradient_checkpointing"),
     "mixed": (*FOUR_STEPS, "--precision", "bf16-mixed"),
     "lora": (*FOUR_STEPS, "--technique", "lora"),
 }  # fmt: skip

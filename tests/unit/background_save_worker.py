@@ -49,7 +49,7 @@ def main() -> None:
     rank = Rank(PartialState(cpu=True, backend="gloo").process_index, 2, "cpu", "torchrun")
     part, folder, group = divided(rank), Path(sys.argv[1]) / "checkpoint-2", dist.new_group(backend="gloo")
     then = held_after(2, part)
-    unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=rank.is_main)
+    unfinished = UnfinishedCheckpoint(folder, {}, commits=rank.is_main)
     write = partial(part.write, unfinished.partial, host_copy(part.state(is_full=True)), group)
     unfinished.written = ThreadPoolExecutor(1).submit(unfinished.write_and_hash, write)
     later, has_name = held_after(3, part), folder.exists()

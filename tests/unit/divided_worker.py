@@ -33,7 +33,6 @@ LLAMA, BERT = "llama", "bert"
 CASES: dict[str, dict[str, object]] = {
     "full": {"technique": "full", "model": LLAMA, "target_modules": "all"},
     "LoRA": {"technique": "lora", "model": LLAMA},
-    "LoRA, by Accelerate": {"technique": "lora", "model": LLAMA},
     "QLoRA": {"technique": "qlora", "model": LLAMA},
     "QLoRA, random": {"technique": "qlora", "model": LLAMA, "weights": "random"},
     "LoRA, random": {"technique": "lora", "model": LLAMA, "weights": "random"},
@@ -52,13 +51,6 @@ CASES: dict[str, dict[str, object]] = {
         "parallel": "tp",
     },
 }
-OF_FILE = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
-"""What `accelerate launch` sets by the file of a run folder of 2.6."""
 SAMPLED_EVERY_S = 0.002
 Found = dict[str, object]
 
@@ -94,16 +86,6 @@ def growth(found: Found) -> Iterator[None]:
     found["growth"] = max(peak[0], anonymous_bytes()) - before
 
 
-@contextmanager
-def launched(case: str) -> Iterator[None]:
-    """As by `accelerate launch` with an FSDP file on GPUs, where the case says so."""
-    if "Accelerate" not in case:
-        yield
-        return
-    with patch.dict(os.environ, OF_FILE), patch("common.training.fsdp.accelerate_shards", lambda: True):
-        yield
-
-
 def noted(base: PreTrainedModel, found: Found) -> PreTrainedModel:
     """A model as it was loaded."""
     found["loaded"] = byte_count(tensors_of(base))
@@ -133,7 +115,6 @@ def compare(case: str, folder: Path, rank: Rank) -> Found:
     run, found = run_of(case, folder), {}
     set_seed(3)
     with (
-        launched(case),
         growth(found),
         patch.object(sys.modules[part_class(run).__module__], "with_trained_weights") as train,
     ):

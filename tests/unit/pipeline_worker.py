@@ -27,7 +27,7 @@ from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training.answer_logits import Batch, keep_answer_logits
-from common.training.pipeline import Pipeline, StageModule
+from common.training.pipeline import Pipeline
 from common.training.pipeline_parallel import Stage, sum_of_first_and_last
 from tests.unit.ranks import gradients_of, largest, tell
 
@@ -134,8 +134,7 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     whole, stage = to_be_trained(run, kind, stage_map, rank)
     if "recomputed" in case:
         stage.gradient_checkpointing_enable({"use_reentrant": False})
-    pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
-    pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
+    pipeline = Pipeline(stage, run, rank)
     saved = folder.with_name(folder.name + "-saved")
     every = set().union(*gather_object([set(trained_of(stage))]))
     save_parts(stage, saved, Sharing(rank.rank, rank.world_size, group=0, groups=1))
@@ -181,7 +180,7 @@ def forward_differences(pipeline: Pipeline, whole: torch.nn.Module, batch: Batch
         loss = whole_loss(whole, batch).item()
         logits = whole(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     validated, made = pipeline.validate(told).item(), pipeline.logits(told)
-    if not pipeline.module.is_last:
+    if not pipeline.is_last:
         return {"validation loss": float(made is not None), "logits": validated}
     return {
         "validation loss": abs(validated / loss - 1),
@@ -193,7 +192,7 @@ def gradient_differences(
     pipeline: Pipeline, whole: torch.nn.Module, batch: Batch, told: Batch, tied: bool
 ) -> Differences:
     """Of the training loss and the gradients of this stage, over those of the whole model."""
-    divisor, module, found = 17.0, pipeline.module, {}
+    divisor, module, found = 17.0, pipeline, {}
     loss = whole_loss(whole, batch) / divisor
     loss.backward()
     trained = pipeline.train_step(told, divisor).item()
@@ -218,7 +217,7 @@ def gradient_differences(
 
 def wrong_counts(pipeline: Pipeline, whole: torch.nn.Module, tied: bool) -> int:
     """How far trained and multiplied weights, as they are counted over all stages, are from the whole's."""
-    part = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
+    part = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.model)
     trained, multiplied = Stage.parameter_counts(part)
     looked_up = 0 if tied else whole.get_input_embeddings().weight.numel()
     expected = sum(weight.numel() for weight in whole.parameters()) - looked_up

@@ -15,7 +15,7 @@ from common.data.messages import tokenize_messages
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
 from common.models.loading import EMBEDDED_BASE
 from common.serving import export
-from common.serving.ollama_file import export_ollama
+from common.serving.gguf_file import export_ollama
 from common.tasks.answers import generate_answers
 
 PAD, END, SYSTEM, USER, ASSISTANT = range(5)

@@ -20,7 +20,7 @@ from common.checks.optimizers import check_schedule
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import exchange_timeout
-from common.training.optimizers import make_optimizer, make_schedule, training_arguments, waits_for_validation
+from common.training.optimizers import make_optimizer, make_schedule, training_arguments
 
 BASES = {
     "lora": {},
@@ -118,7 +118,7 @@ def build(run: RunConfig, folder: Path) -> None:
     TrainerState().compute_steps(training_arguments(run, folder), steps)
     schedule = make_schedule(optimizer, run, steps)
     for _ in range(min(steps, 12)):
-        schedule.step(*((1.0,) if waits_for_validation(schedule) else ()))
+        schedule.step()
     GenerationConfig(max_new_tokens=run.max_new_tokens, num_beams=run.num_beams).validate()
     load_tokenizer(run)("a", truncation=True, max_length=run.max_length)
 

@@ -10,7 +10,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.records.store import Record
 from common.reporting import pictures, summarization
-from common.reporting.compare import Comparison, json_of, labels_of, text_of
+from common.reporting.compare import json_of, labels_of, parts_of, text_of
 from common.reporting.page_runs import values_of
 from common.reporting.plots import plot_curves, plot_scores
 from common.reporting.rows import STRONG, baseline_of, task_of
@@ -68,17 +68,16 @@ def test_runs_side_by_side_have_a_dash_before(records: list[Record]) -> None:
 def test_runs_are_compared_in_what_they_became(records: list[Record], task: str) -> None:
     run = of_task(records, task)
     runs = [run, without_baseline(run)]
-    comparison = Comparison(runs, labels_of(runs))
-    lines = {line.name: line.cells[1:] for line in comparison.parts()["quality"]}
+    lines = {line.name: line.cells[1:] for line in parts_of(runs)["quality"]}
     assert lines
     for both, after_alone in lines.values():
         if " -> " in both and both != "off -> off":
             assert after_alone == f"- -> {both.partition(' -> ')[2]}"
-    assert {line.name: line.values for line in comparison.parts()["settings"]} == {"baseline": ["base", "none"]}
-    assert "- -> " in text_of(comparison, Path("picture.png"))
-    pairs = json.loads(json_of(comparison, Path("picture.png")))["quality"].values()
+    assert {line.name: line.values for line in parts_of(runs)["settings"]} == {"baseline": ["base", "none"]}
+    assert "- -> " in text_of(runs, Path("picture.png"))
+    pairs = json.loads(json_of(runs, Path("picture.png")))["quality"].values()
     assert any(isinstance(values[1], list) and values[1][0] is None and values[1][1] for values in pairs)
-    plot_curves(runs, comparison.labels)
+    plot_curves(runs, labels_of(runs))
 
 
 @pytest.mark.parametrize("task", ["chat", "summarization", "visual_questions"])

@@ -12,7 +12,7 @@ from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.compare import Comparison, found_runs, labels_of, main, text_of
+from common.reporting.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
 from common.reporting.plots import plot_curves
 from common.reporting.rows import called
 from common.reporting.screen import fitted
@@ -26,14 +26,13 @@ SMALL, LARGE, SEED_7 = (
 )
 
 
-def compared(*files: Path) -> Comparison:
-    runs = [load_record(file) for file in files]
-    return Comparison(runs, labels_of(runs))
+def loaded(*files: Path) -> list[Record]:
+    return [load_record(file) for file in files]
 
 
 def test_settings_that_differ_are_named_and_numbers_are_those_of_the_records() -> None:
-    comparison, runs = compared(SMALL, LARGE), [load_record(file) for file in (SMALL, LARGE)]
-    parts = {part: {line.name: line.values for line in lines} for part, lines in comparison.parts().items()}
+    runs = loaded(SMALL, LARGE)
+    parts = {part: {line.name: line.values for line in lines} for part, lines in parts_of(runs).items()}
     assert parts["settings"]["per_device_train_batch_size"] == [8, 16]
     assert not {"seed", "learning_rate", "run_name"} & parts["settings"].keys()
     assert parts["time"]["training time"] == [run["train_time_s"] for run in runs]
@@ -45,8 +44,8 @@ def test_settings_that_differ_are_named_and_numbers_are_those_of_the_records() -
 
 
 def test_runs_that_do_not_compare_are_said_first() -> None:
-    assert compared(SMALL, LARGE).warning() == ""
-    assert text_of(compared(SMALL, SEED_7), Path("p.png")).startswith("These runs do not compare")
+    assert warning_of(loaded(SMALL, LARGE)) == ""
+    assert text_of(loaded(SMALL, SEED_7), Path("p.png")).startswith("These runs do not compare")
 
 
 def test_a_table_is_never_wider_than_the_screen_and_loses_nothing() -> None:
@@ -67,7 +66,7 @@ def test_the_command_draws_a_picture_and_prints_json(
 
 
 def test_runs_are_named_by_patterns_and_a_wrong_name_gets_the_closest() -> None:
-    records = [load_record(file) for file in (SMALL, LARGE, SEED_7, LORA)]
+    records = loaded(SMALL, LARGE, SEED_7, LORA)
     small, large, seed_7, lora = records
     for name, expected in (
         ("*-batch8-*", [small, seed_7]), ("2.2/torchrun-batch16-seed42", [large]), ("2.1*", [lora]),
@@ -112,15 +111,15 @@ def written(results: Path, run: Record, name: str, **changes: object) -> None:
 )
 def test_runs_that_do_not_compare_are_named_so(run: Record, part: str, change: dict, words: str) -> None:
     other = copy.deepcopy(run)
-    assert Comparison([run, other], ["a", "b"]).warning() == ""
+    assert warning_of([run, other]) == ""
     other[part] |= change
-    assert words in Comparison([run, other], ["a", "b"]).warning()
+    assert words in warning_of([run, other])
 
 
 def test_a_setting_that_means_nothing_for_a_run_is_no_difference(run: Record) -> None:
     full = copy.deepcopy(run) | {"technique": "full"}
     full["config"] |= {"technique": "full", "lora_alpha": 16, "target_modules": "all-linear"}
-    names = {line.name for line in Comparison([run, full], ["a", "b"]).parts()["settings"]}
+    names = {line.name for line in parts_of([run, full])["settings"]}
     assert names & {"technique", "lora_alpha"} == {"technique"}
 
 

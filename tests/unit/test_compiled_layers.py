@@ -12,12 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
-from common.models.compiled_layers import as_written, compile_layers
+from common.models.compiled_layers import as_written, compile_layers, layers_of
 from common.models.loading import load_base_model
 from common.models.trained_weights import with_trained_weights
 from common.runtime.world import Rank
 from common.training.ddp import data_parallel
-from common.training.fsdp import modules_to_wrap
 from common.training.part import Part
 
 OF_2_MIB = {
@@ -79,7 +78,7 @@ def test_a_part_compiles_every_layer_where_it_is_asked_to(run_config: RunConfig,
     names = list(model.state_dict())
     Part(model, run, Rank(0, 1, "cpu", "python"))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
-    assert compiled == (modules_to_wrap(model, "layers") if asked else [])
+    assert compiled == (layers_of(model) if asked else [])
     assert list(model.state_dict()) == names
     as_written(model)
     assert all(module._compiled_call_impl is None for module in model.modules())

@@ -1,5 +1,6 @@
 """Ranks that torchrun starts again: each start counts anew, and other numbers of ranks take the same steps."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from common.base.run_config import RunConfig
 from common.records.store import default_run_name
 from common.runtime.disks import has_mark, leave_mark, marks_of_launchers
 from common.runtime.elastic import part_of_this_start, run_as_started
-from common.runtime.world import RAY_RUN, detect_launcher
+from common.runtime.world import detect_launcher
 from tests.pace import patient
 
 DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
@@ -128,17 +129,14 @@ def test_the_run_stays_as_it_is(started: pytest.MonkeyPatch, run: RunConfig, cha
     assert run_as_started(run) is run
 
 
-@pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", RAY_RUN])
-def test_ranks_that_one_launcher_starts_again_find_its_mark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    monkeypatch.setenv(variable, "3")
+def test_ranks_that_one_launcher_starts_again_find_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     assert not marks_of_launchers(tmp_path)
     leave_mark(tmp_path)
     marks = marks_of_launchers(tmp_path)
     assert has_mark(tmp_path, marks)
     assert not has_mark(tmp_path / "of another run", marks)
-    monkeypatch.setenv(RAY_RUN, "another")
+    monkeypatch.setattr("os.getppid", os.getpid)  # another launcher
     assert not marks_of_launchers(tmp_path)
 
 

@@ -176,45 +176,21 @@ def test_files_are_listed_and_nothing_is_uploaded_unasked_or_without_a_token(
         export.upload(tuned.folder, "me/it")
     uploaded = Mock(return_value="its address")
     monkeypatch.setattr(export, "upload", uploaded)
-    assert "its address" in said("--to", "hub", "--repo_id", "me/it", "--push")  # what was listed
-    uploaded.assert_called_once_with(tuned.folder / "exported", "me/it")
+    assert listed.replace("not uploaded: pass --push", "uploaded: its address") == said(
+        "--to", "hub", "--repo_id", "me/it", "--push"
+    )
+    uploaded.assert_called_once()
+    assert not list(tuned.folder.glob("unfinished*"))
 
 
-def test_another_runs_export_is_not_pushed_as_this_ones(
-    said: Callable[..., str], tuned: TunedRun, made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Nor what was added to it; the card may be edited between the listing and the upload."""
-    uploaded, asked = Mock(return_value="its address"), ["--to", "hub", "--repo_id", "me/it", "--push", "--output"]
-    monkeypatch.setattr(export, "upload", uploaded)
-    other = find_run(str(shutil.copytree(made, tmp_path / "other")))
-    weights = other.whole_model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
-    folder = export.export_merged(other, tmp_path / "of_other")
-    assert "differs in model.safetensors" in said(*asked, str(folder), is_refused=True)
-    folder = export.export_merged(tuned, tmp_path / "of_this")
-    for name in ("notes.txt", "adapter_model.safetensors"):
-        (folder / name).write_text("mine")
-        assert name in said(*asked, str(folder), is_refused=True)
-        (folder / name).unlink()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("mine")
-    for taken in ("empty", "file"):
-        assert "exists already" in said(*asked, str(tmp_path / taken), is_refused=True)
-    uploaded.assert_not_called()
-    (folder / export.CARD_NAME).write_text("an edited card")
-    assert "its address" in said(*asked, str(folder))
-    uploaded.assert_called_once_with(folder, "me/it")
-
-
-@pytest.mark.parametrize("to", ["merged", "adapter", "gguf", "ollama", "hub"])
+@pytest.mark.parametrize("to", ["merged", "adapter", "gguf", "ollama"])
 def test_an_export_replaces_nothing(to: str, said: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     (tmp_path / "new.unfinished").write_text("mine")
-    repository = ["--repo_id", "me/it"] if to == "hub" else []
     for name in ("file", "link"):
-        assert "exists already" in said("--to", to, *repository, "--output", str(tmp_path / name), is_refused=True)
-    said("--to", to, *repository, "--output", str(tmp_path / "new.gguf"))
+        assert "exists already" in said("--to", to, "--output", str(tmp_path / name), is_refused=True)
+    said("--to", to, "--output", str(tmp_path / "new.gguf"))
     assert {(tmp_path / name).read_text() for name in ("file", "new.unfinished")} == {"mine"}
 
 
@@ -264,7 +240,7 @@ def test_the_adapter_belongs_to_the_commit_of_the_base_that_it_was_trained_on(
         (["--to", "merged", "--weight_type", "f32"], "--weight_type"),
         (["--to", "hub", "--repo_id", "me/it", "--weight_type", "f16"], "--weight_type"),
         (["--to", "hub"], "--repo_id NAME/MODEL"),
-        (["--to", "hub", "--repo_id", "me/it", "--push", "--output", "."], "exists already"),  # no export made it
+        (["--to", "hub", "--repo_id", "me/it", "--output", "here"], "--output"),
     ],
 )
 def test_an_option_that_does_not_suit_the_export_is_refused(

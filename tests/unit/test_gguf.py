@@ -14,7 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
 from common.reporting.outcomes import LLAMA_CPP_FILE
-from common.serving.gguf_file import FAMILIES, PRE_TOKENIZERS, WEIGHT_TYPES, check_tokenizer, export_gguf, without_marks
+from common.serving.gguf_file import (
+    FAMILIES,
+    MODELFILE,
+    PRE_TOKENIZERS,
+    WEIGHT_TYPES,
+    check_tokenizer,
+    export_gguf,
+    export_ollama,
+    without_marks,
+)
 from tests.families import make_tiny
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 300, 301, 7]])
@@ -116,3 +125,31 @@ def test_a_question_is_compared_with_its_whole_conversation(monkeypatch: pytest.
     has_equal_prompt, _, _ = _question(row, tokenizer, model, llama, max_new_tokens=1)
     assert has_equal_prompt
     llama.eval.assert_called_once_with(ids)
+
+
+def test_the_folder_has_the_model_and_a_modelfile_that_names_it(tmp_path: Path) -> None:
+    folder = export_ollama(EMBEDDED_BASE, tmp_path / "it", "q8_0")
+    said, (file,) = (folder / MODELFILE).read_text(), folder.glob("*.gguf")
+    assert said.startswith(f"FROM ./{file.name}\n")
+    assert 'PARAMETER stop """<|end|>"""\n' in said
+    assert "TEMPLATE" not in said  # else Ollama would not render the file's own
+    assert str(tmp_path) not in said
+
+
+@pytest.mark.parametrize("fails_at", ["its weights", "writing"])
+def test_a_refused_export_leaves_nothing_that_stands_in_the_way(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(make_tiny("llama", tmp_path / "model"))
+    config = AutoConfig.from_pretrained(model)
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 40, 2, 2, 20
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)  # q8_0 stores blocks of 32
+    if fails_at == "writing":
+        monkeypatch.setattr("gguf.GGUFWriter.write_tensors_to_file", Mock(side_effect=OSError("No space left")))
+    for export, made in ((export_gguf, tmp_path / "made" / "it.gguf"), (export_ollama, tmp_path / "made" / "it")):
+        with pytest.raises((BadInputError, OSError), match="f16" if fails_at == "its weights" else "No space"):
+            export(model, made, "q8_0" if fails_at == "its weights" else "f16")
+        assert not list(tmp_path.glob("made/*"))
+    monkeypatch.undo()
+    assert (export_ollama(model, tmp_path / "made" / "it", "f16") / MODELFILE).is_file()
+    assert len(list(tmp_path.glob("made/*"))) == 1

@@ -18,7 +18,7 @@ from common.checks.inputs import check_folder, check_inputs
 from common.hardware.devices import device_name
 from common.planning.device_maps import whole_model_on
 from common.runtime.launchers import ranks_command, stream_command
-from common.runtime.rank import check_gpus, check_world, leave_deepspeed_to_the_run, start_rank, threads_per_rank
+from common.runtime.rank import check_gpus, check_world, leave_sharding_to_the_run, start_rank, threads_per_rank
 from tests.forked import run_forked
 
 
@@ -197,14 +197,15 @@ def test_a_workflow_refuses_another_ones_loop(monkeypatch: pytest.MonkeyPatch) -
         check_folder(replace(own, loop="accelerate"))
 
 
-@pytest.mark.parametrize(("parallel", "left"), [("zero2", None), ("fsdp", "true")])
-def test_accelerate_makes_no_second_engine_of_deepspeed(
-    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, parallel: str, left: str | None
+@pytest.mark.parametrize(("parallel", "left"), [("zero2", "FSDP"), ("fsdp", "DEEPSPEED")])
+def test_accelerate_neither_shards_nor_makes_a_second_engine_of_deepspeed(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, parallel: str, left: str
 ) -> None:
-    """`accelerate launch` asks for one by its file: then its world is of another kind than the run's."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    leave_deepspeed_to_the_run(replace(run_config, technique="full", parallel=parallel, devices=2))
-    assert os.environ.get("ACCELERATE_USE_DEEPSPEED") == left
+    """`accelerate launch` asks for it by its file: then its world is of another kind than the run's."""
+    for name in ("DEEPSPEED", "FSDP"):
+        monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    leave_sharding_to_the_run(replace(run_config, technique="full", parallel=parallel, devices=2))
+    assert [name for name in os.environ if name.startswith("ACCELERATE_USE_")] == [f"ACCELERATE_USE_{left}"]
 
 
 @pytest.mark.parametrize(("threads", "ranks", "expected"), [(64, 4, 16), (2, 4, 1), (None, 2, 1)])

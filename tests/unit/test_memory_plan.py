@@ -23,7 +23,7 @@ from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, Bat
 from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
 from common.planning.terms import PARTS
-from common.planning.time_plan import sent_bytes
+from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from common.training.tensor_parallel import split_by_plan
 
@@ -138,7 +138,7 @@ def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
     }
     assert {what: many[what] for what in expected} == expected
     assert (copy in one, copy in many) == (True, False)  # it is gathered in 16 bits
-    assert sent_bytes(LLAMA, sharded) < 0.5 * sent_bytes(LLAMA, replace(LORA, parallel="fsdp", devices=4))
+    assert sum(traffic(LLAMA, sharded)) < 0.5 * sum(traffic(LLAMA, replace(LORA, parallel="fsdp", devices=4)))
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
     assert (trained_parameters(part, job), own) == (trained, 4 * sum(weight.numel() for weight in weights))
     held = [memory.parts_gib[name] * GIB for name in ("optimizer", "buffers")]
     assert held == [8 * trained, TEXTS.tokens * architecture.hidden * 4]
-    assert sent_bytes(architecture, job) == summed.bytes_count  # times 2 (n - 1) / n, which is 1
+    assert sum(traffic(architecture, job)) == summed.bytes_count  # times 2 (n - 1) / n, which is 1
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
     waiting = sum(term.count for term in DeviceSums(part, job, whole_model(part)).before_backward())

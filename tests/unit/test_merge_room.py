@@ -17,7 +17,7 @@ from common.models.trained_weights import add_lora
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.training.export import save_and_reload
+from common.training.export import save
 from common.training.loop import TrainingLoop
 from tests.unit.toys import train
 
@@ -74,7 +74,7 @@ def test_without_room_the_base_answers_with_the_adapter(
     loop = train(TrainingLoop(adapted, tokenizer, Splits(rows, rows, []), log))
     batch = loop.collated(rows[:2])
     trained = next_token_logits(adapted, batch)
-    tuned, differences = save_and_reload(log, loop, tokenizer)
+    tuned, differences = save(log, loop, tokenizer)
     assert torch.equal(next_token_logits(tuned, batch), trained)
     assert (list(differences), (log.folder / "merged").exists()) == (["adapter"], False)
     assert "note: There is no room." in capsys.readouterr().out

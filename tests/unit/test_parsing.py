@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from common import network_trial, report, run_record, siblings
+from common import report, run_record, siblings
 from common.base.parsing import HELP_COLUMNS, settings_parser
 from common.base.run_config import RunConfig
 from common.base.settings import GROUPS
@@ -44,7 +44,6 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (gpu_check.main, ("--budget", "9"), "--budget_s"),
         (report.main, ("--reslts",), "--results"),
         (siblings.main, ("--chek",), "--check"),
-        (network_trial.main, ("--mbits", "9"), "--mbit"),
     ],
 )
 def test_what_was_probably_meant_is_named_in_one_line(
@@ -83,6 +82,6 @@ def test_help_has_every_setting_once_in_its_group_with_its_value() -> None:
 
 
 def test_every_command_has_help(ends: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    for module in (dry_run, preflight, planner_command, gpu_check, report, run_record, siblings, network_trial):
+    for module in (dry_run, preflight, planner_command, gpu_check, report, run_record, siblings):
         ends(0, module.main, "--help")
         assert "options:" in capsys.readouterr().out

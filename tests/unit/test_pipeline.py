@@ -13,8 +13,8 @@ from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
 from common.models.stages import PassThrough, cut
 from common.runtime.world import Rank
 from common.training.loop import TrainingLoop
-from common.training.pipeline import PassClock, StageModule, trained_stage
-from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
+from common.training.pipeline import PassClock, Pipeline, trained_stage
+from common.training.pipeline_measure import full_batches, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import Stage
 from tests.unit.pipeline_worker import cases, save_toy, stage_map_of
 from tests.unit.ranks import found_by_ranks
@@ -138,7 +138,7 @@ def test_a_stage_takes_the_format_that_the_one_before_sends_also_with_adapters_o
     )
     first, last = (Rank(number, 2, "cpu", "torchrun") for number in range(2))
     stage_map = stage_map_of(tmp_path, 2)
-    sends, takes = (StageModule(trained_stage(run, stage_map, rank), run, rank) for rank in (first, last))
+    sends, takes = (Pipeline(trained_stage(run, stage_map, rank), run, rank) for rank in (first, last))
     sent = sends(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
     assert sent.dtype == takes.hidden_dtype == torch.bfloat16
 
@@ -160,7 +160,6 @@ def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:
 )
 def test_the_ideal_pipeline(stages: int, micro_batches: int, speedup: float, idle_share: float) -> None:
     assert ideal_speedup(stages, micro_batches) == pytest.approx(speedup)
-    assert ideal_idle_share(stages, micro_batches) == pytest.approx(idle_share)
     assert speedup == pytest.approx(stages * (1 - idle_share))
 
 
@@ -271,21 +270,19 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
     now = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 20.0, 25.0])
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
-    clock.step(lambda: [clock.timed(name, 0, lambda: None) for name in ("forward", "backward")])
-    clock.timed("forward", 0, lambda: None)  # of validation
+    clock.step(lambda: [clock.timed(name, lambda: None) for name in ("forward", "backward")])
+    clock.timed("forward", lambda: None)  # of validation
     assert clock.busy_and_total_s() == (3.0, 10.0)
     assert clock.last_passes() == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
-    clock.forget()
-    assert clock.busy_and_total_s() == (0, 0)
 
 
-def test_the_clock_of_a_long_training_keeps_its_sums_and_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_long_training_keeps_its_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.training.pipeline.TIMED_STEPS", 3)
     now = iter(range(1000))
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
     for _ in range(10):
-        clock.step(clock.timed, "forward", 0, lambda: None)
+        clock.step(clock.timed, "forward", lambda: None)
         assert len(clock.steps) <= 3
-    assert clock.busy_and_total_s() == (10, 30)  # a pass takes one tick, and a step one more before and after it
+    assert clock.busy_and_total_s() == (3, 9)  # a pass takes one tick, and a step one more before and after it
     assert len(clock.last_passes()) == 1

@@ -248,7 +248,6 @@ def test_answers_are_explained(command: str, code: int, said: tuple[str, ...], u
             "'lorra' is none of its choices",
         ),
         ("--model llama-3.1-8b --gpu a6000 --gpus 4 --link nvlink", "An NVLink bridge joins two RTX A6000 48GB, not 4"),
-        ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel tp", "planned for encoders (BERT, RoBERTa) alone"),
         ("--model roberta-large --gpu a6000 --gpus 3 --parallel tp --seq-len 64", "16 attention heads, which 3 ranks"),
         (
@@ -257,10 +256,6 @@ def test_answers_are_explained(command: str, code: int, said: tuple[str, ...], u
         ),
         ("--model roberta-large --gpu a6000 --classes 1", "--classes is 1, but a classifier has at least 2"),
         ("--model llama-3.1-8b --gpu a6000 --classes 3", "classifiers are planned for encoders"),
-        (
-            "--model roberta-large --gpu a6000 --gpus 2 --parallel tp --technique full --seq-len 64 --against-nodes 2",
-            "compares data-parallel plans",
-        ),
         ("--model llama-3.1-8b --gpu a6000 --optimizer lion", "'lion' is not known to the planner"),
         (
             "--model llama-3.1-8b --gpu a6000 --target-len 64",

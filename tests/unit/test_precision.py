@@ -18,7 +18,7 @@ from common.training.ddp import data_parallel
 from common.training.deepspeed_config import deepspeed_config
 from common.training.fsdp import Shards, shard
 from common.training.part import Part
-from common.training.pipeline import Pipeline, StageModule
+from common.training.pipeline import Pipeline
 from common.training.pipeline_parallel import Stage
 from common.training.tensor_parallel import Columns
 from common.training.zero import ZeroPart
@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[type[Part], str, Callable[..., object]]] = {
     "one device": (Part, "single", lambda model, run: model),
     "DDP": (Part, "ddp", lambda model, run: data_parallel(model, Rank(0, 2, "cpu", "python"))),
     "FSDP": (Shards, "fsdp", lambda model, run: shard(model, run, mesh_of(ALONE, run))),
-    "pipeline": (Stage, "pp", lambda model, run: Pipeline(StageModule(model, run, ALONE), run, ALONE)),
+    "pipeline": (Stage, "pp", lambda model, run: Pipeline(model, run, ALONE)),
     "tensor parallel": (Columns, "tp", lambda model, run: model),
     "one from outside": (FromOutside, "single", lambda model, run: model),
 }

@@ -18,6 +18,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_settings
+from common.data.pairs import encode_pairs
 from common.data.rows import Row, Splits, Tokens
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
@@ -172,7 +173,6 @@ def test_loss_and_gradients_of_a_step_are_trls(
         {"beta": -0.1},
         {"task": "chat", "beta": 0.2},
         {"task": "classification", "technique": "full", "exchange_answers": True},
-        {"max_batch_tokens": 64},
         {"padding_free": "yes"},
         {"train_on": "all"},
         {"prompt_column": "question"},
@@ -302,6 +302,6 @@ def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
     move(base)
     after = evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)
     assert after.reference_log_probs == before.log_probs != after.log_probs
-    assert after.log_probs == log_probs_of(base, tokenizer, rows, log, "again")
+    assert after.log_probs == log_probs_of(base, tokenizer, encode_pairs(rows, tokenizer), log, "pairs", "again")
     assert (log.folder / "predictions_after.csv").exists()
     assert json.dumps(after.summary())

@@ -27,8 +27,8 @@ from common.records.store import (
     records_in,
 )
 from common.reporting import compare, page, page_runs
-from common.reporting.compare import Comparison, found_runs, json_of, labels_of, text_of
-from common.reporting.rows import is_comparable, result_files, results_in, task_of
+from common.reporting.compare import found_runs, json_of, text_of
+from common.reporting.rows import is_comparable, result_files, results_of_this_machine, task_of
 from common.reporting.tables import on_screen, rendered, side_by_side
 from common.serving.tuned_runs import find_run
 
@@ -94,7 +94,7 @@ def test_a_bad_record_is_named_in_one_line_and_the_others_are_read(
     bad = results / "bad" / RECORD_NAME
     bad.parent.mkdir()
     MALFORMED[kind](bad)
-    assert [run["run_name"] for run in results_in(results)] == ["a", "z"]
+    assert [run["run_name"] for run in results_of_this_machine(results)] == ["a", "z"]
     assert [run["run_name"] for run in found_runs([str(results)]).values()] == ["a", "z"]
     said = capsys.readouterr().err.splitlines()
     assert [str(bad) in line and line.isprintable() for line in said] == [True], "once, however often it is read"
@@ -123,7 +123,7 @@ def test_a_completed_run_without_a_figure_is_left_out_and_a_failed_one_is_not(re
         load_whole_record(file)
     assert [name in str(refused.value) for name in ("tokens_per_s", "config.devices")] == [True, True]
     file.write_text(json.dumps(record | {"status": "oom"}))
-    assert len(results_in(results)) == 2
+    assert len(results_of_this_machine(results)) == 2
 
 
 def test_every_kept_record_is_whole() -> None:
@@ -185,9 +185,8 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
         page_runs.divided(record)
     if task_of(record) == "chat" and is_registered(record):
         on_screen(side_by_side(runs))
-    comparison = Comparison(runs, labels_of(runs))
     for said in (text_of, json_of):
-        compare.printable(said(comparison, Path("p")))
+        compare.printable(said(runs, Path("p")))
     for table in tables:
         rendered(table, runs)
 

@@ -18,7 +18,7 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, default_run_name, kept_records
 from common.reporting import benchmark
-from common.reporting.columns import PLANNED
+from common.reporting.columns import column
 from common.reporting.page_runs import values_of
 from common.reporting.rows import (
     Metric,
@@ -171,7 +171,7 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
 
 def test_a_peak_that_was_not_planned_or_not_measured_is_not_run() -> None:
     for memory in ([], [{"planned_gib": None, "peak_training_gib": 1.0}], [{"planned_gib": 1.0}]):
-        assert PLANNED.cell({"status": "completed", "memory": memory}) == "not run"
+        assert column("planned").cell({"status": "completed", "memory": memory}) == "not run"
 
 
 def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:

@@ -9,11 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.batches import EpochBatches, lay_end_to_end, longest_batch, within_budget
-from common.data.messages import tokenize_messages
-from common.data.rows import NO_ROW, Tokens
+from common.data.batches import lay_end_to_end, longest_batch, within_budget
+from common.data.rows import Tokens
 from common.models.families import suited_to_model
-from common.models.loading import any_shape_config, load_tokenizer
+from common.models.loading import any_shape_config
 from common.models.separate_rows import SEPARATE_ROWS, separate_rows, separates_rows, without_mask
 from common.planning.job import BatchShape
 from tests.families import DECODERS, make_tiny
@@ -123,7 +122,6 @@ def test_auto_separates_rows_where_the_attention_can(family: str, tmp_path: Path
         ({"precision": "bf16"}, True),
         ({"precision": "bf16-mixed"}, True),
         ({"precision": "fp32"}, False),
-        ({"precision": "fp32", "max_batch_tokens": 512}, True),  # a budget needs it
         ({"precision": "fp32", "padding_free": "yes"}, True),
     ],
 )
@@ -131,10 +129,9 @@ def test_auto_separates_rows_on_a_gpu_where_there_is_a_kernel(settings: dict[str
     assert suited_to_model(RunConfig(technique="full", device="cuda", **settings)).is_padding_free == is_free
 
 
-@pytest.mark.parametrize("settings", [{"padding_free": "yes"}, {"max_batch_tokens": 512}])
-def test_a_model_that_cannot_is_refused_where_it_was_asked_for(settings: dict[str, object], tmp_path: Path) -> None:
-    run = RunConfig(technique="full", model=make_tiny("falcon", tmp_path / "falcon"), **settings)
-    with pytest.raises(BadInputError, match=rf"{next(iter(settings))} is .*falcon, sdpa. cannot separate rows"):
+def test_a_model_that_cannot_is_refused_where_it_was_asked_for(tmp_path: Path) -> None:
+    run = RunConfig(technique="full", model=make_tiny("falcon", tmp_path / "falcon"), padding_free="yes")
+    with pytest.raises(BadInputError, match=r"padding_free is .*falcon, sdpa. cannot separate rows"):
         suited_to_model(run)
 
 
@@ -142,10 +139,8 @@ def test_a_model_that_cannot_is_refused_where_it_was_asked_for(settings: dict[st
     ("settings", "said"),
     [
         ({"padding_free": "yes", "attention": "eager"}, "attention is eager, which does not separate rows"),
-        ({"padding_free": "no", "max_batch_tokens": 64}, "max_batch_tokens is 64, but padding_free is no"),
         ({"technique": "full", "task": "classification", "padding_free": "yes"}, "which is for rows of messages"),
-        ({"pad_to_multiple_of": 8, "max_batch_tokens": 64}, "max_batch_tokens is 64, but pad_to_multiple_of is 8"),
-        ({"max_batch_tokens": -1}, "max_batch_tokens is -1, but must be at least 0"),
+        ({"pad_to_multiple_of": 8, "padding_free": "yes"}, "pad_to_multiple_of is 8, but padding_free is yes"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], said: str) -> None:
@@ -153,31 +148,13 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, obj
         RunConfig(**settings)
 
 
-def test_a_row_longer_than_the_budget_is_refused_by_its_place() -> None:
-    run = RunConfig(padding_free="yes", max_batch_tokens=16)
-    turns = [{"role": "user", "content": "Where is it? " * 9}, {"role": "assistant", "content": "Here."}]
-    row = {"messages": turns, "where": "rows.csv, row 7"}
-    with pytest.raises(BadInputError, match=r"rows\.csv, row 7 has \d+ tokens, but max_batch_tokens is 16"):
-        tokenize_messages([row], load_tokenizer(run), run)
-
-
 def test_groups_stay_within_the_budget_and_hold_each_row_once() -> None:
     lengths = [9, 7, 6, 4, 3, 3, 1]
     assert within_budget(lengths, 10) == [[0, 6], [1, 4], [2, 3], [5]]
-    assert within_budget(lengths, 0) == [list(range(len(lengths)))]
-
-
-def test_all_ranks_have_as_many_batches_within_the_budget() -> None:
-    lengths = [40, 30, 3, 3, 3, 3, 3, 3]
-    ranks = [EpochBatches(lengths, 4, 2, rank, seed=0, sorted_steps=1, max_tokens=40) for rank in range(2)]
-    own = [batches.own_within_budget(list(range(8))) for batches in ranks]
-    assert own == [[[0], [3, 4, 7]], [[1, 2, 5, 6], [NO_ROW]]]
 
 
 def test_the_largest_batch_end_to_end_has_all_tokens_of_the_longest_rows() -> None:
     run = RunConfig(padding_free="yes")
     rows = rows_of()
     assert longest_batch(rows, 2, run) == BatchShape(2, 29, 28)
-    assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=40)) == BatchShape(2, 20, 20)
-    assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=60)) == BatchShape(3, 20, 20)
     assert longest_batch(rows, 2, run, is_training=False).padded

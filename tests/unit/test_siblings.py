@@ -52,7 +52,7 @@ def test_a_changed_line_a_cell_and_a_number_of_processes_are_found_and_mended(co
     sibling = copied / TECHNIQUE / "run_2_a6000_48g_x4"
     assert stale_files(copied) == {}
     spoilt = {
-        WORKFLOW: ("merge(log, loop, tokenizer)", "merge(log, loop, None)"),
+        WORKFLOW: ("save(log, loop, tokenizer)", "save(log, loop, None)"),
         "my_accelerate_config.yaml": ("num_processes: 4", "num_processes: 2"),
         "lora_finetuning_with_ddp_nblaunch.ipynb": (
             "per_device_train_batch_size = 14",

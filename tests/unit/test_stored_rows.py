@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data import stored_rows
+from common.data import rows as kept_rows
+from common.data.rows import RowsOnDisk, stored, take
 from common.data.splits import load_splits, read_splits, tokens_of
-from common.data.stored_rows import RowsOnDisk, stored, take
 from common.models.loading import load_tokenizer
 from tests.row_files import refusal_of, rows_in, write
 
@@ -31,8 +31,8 @@ ROWS = [
 def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder, with memory for a few rows alone."""
     read_splits.cache_clear()
-    monkeypatch.setattr(stored_rows, "IN_MEMORY", 5 * stored_rows.ROW_BYTES)
-    monkeypatch.setattr(stored_rows, "BATCH_ROWS", 7)
+    monkeypatch.setattr(kept_rows, "IN_MEMORY", 5 * kept_rows.ROW_BYTES)
+    monkeypatch.setattr(kept_rows, "BATCH_ROWS", 7)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -103,7 +103,7 @@ def test_columns_that_are_not_used_need_not_be_fit_for_the_disk(tmp_path: Path, 
 
 
 def test_tools_count_towards_memory(on_disk: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "a" * 5 * stored_rows.ROW_BYTES}}]
+    tools = [{"type": "function", "function": {"name": "a" * 5 * kept_rows.ROW_BYTES}}]
     assert isinstance(stored(iter([ROWS[0]])), list)
     assert isinstance(stored(iter([{**ROWS[0], "tools": tools}])), RowsOnDisk)
 
@@ -117,8 +117,7 @@ def test_a_cache_that_cannot_be_written_is_named_and_not_the_data(
         on_disk.write_text("no folder")
     else:
         no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", no_room)
-        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_batch", no_room)
+        monkeypatch.setattr(kept_rows.tempfile, "TemporaryFile", Mock(return_value=Mock(write=no_room)))
     refused = refusal_of(run)
     assert f"cannot be written into the cache {on_disk} " in refused
     assert "HF_DATASETS_CACHE" in refused

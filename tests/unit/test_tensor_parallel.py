@@ -13,7 +13,6 @@ from common.training.tensor_parallel import (
     check_divisible,
     check_split,
     clip_gradients,
-    describe_split,
     planned_dimensions,
 )
 from tests.unit import tensor_parallel_worker as worker
@@ -138,8 +137,6 @@ def test_a_whole_model_is_no_divided_one() -> None:
     whole = worker.base_toy("Bert")
     with pytest.raises(RuntimeError, match=r"query\.weight is whole, and this rank has 2,304 of its 2,304 elements"):
         check_split(whole, 2)
-    count = f"{whole.num_parameters():,}"
-    assert f"holds {count} of {count} weights" in describe_split(whole)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -19,7 +19,6 @@ from common.planning.time_plan import (
     break_even_gbit,
     calibration_from,
     parse_link,
-    sent_bytes,
     speed_of,
     step_flops,
     step_time,
@@ -71,10 +70,12 @@ def test_what_a_ring_sends() -> None:
         "zero3": 1.5 * of_ddp - 3 / 4 * 1e9 * 2,  # a billion weights stay
         "fsdp": 1.5 * of_ddp - 3 / 4 * root * 2,
     }
-    assert {way: sent_bytes(LLAMA, replace(ddp, parallel=way)) for way in expected} == pytest.approx(expected)
-    assert sent_bytes(LLAMA, replace(ddp, technique="lora")) < 0.01 * of_ddp
-    assert sent_bytes(LLAMA, FULL) == 0
-    mixed, bf16 = (sent_bytes(LLAMA, replace(ddp, parallel="fsdp", precision=name)) for name in ("bf16-mixed", "bf16"))
+    assert {way: sum(traffic(LLAMA, replace(ddp, parallel=way))) for way in expected} == pytest.approx(expected)
+    assert sum(traffic(LLAMA, replace(ddp, technique="lora"))) < 0.01 * of_ddp
+    assert sum(traffic(LLAMA, FULL)) == 0
+    mixed, bf16 = (
+        sum(traffic(LLAMA, replace(ddp, parallel="fsdp", precision=name))) for name in ("bf16-mixed", "bf16")
+    )
     assert mixed - bf16 == pytest.approx(3 / 4 * LLAMA.parameters * 2)  # gradients as they are added up: in fp32
 
 
@@ -112,7 +113,7 @@ def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
         ({"target_modules": ("output.dense",)}, hidden * (sums - 2 * 4)),
         ({"technique": "lora", "target_modules": ("query", "value")}, hidden * (sums - 4) + between),
     ):
-        assert sent_bytes(ROBERTA, replace(job, **changes)) == 2 * 3 / 4 * summed, changes
+        assert sum(traffic(ROBERTA, replace(job, **changes))) == 2 * 3 / 4 * summed, changes
     one_flops, flops = (flops_of(each, part_of_rank(ROBERTA, each)).total for each in (FULL, job))
     head = 6 * BATCH.tokens * ROBERTA.vocab * ROBERTA.hidden
     assert flops - head == pytest.approx((one_flops - head) / 4, rel=0.01)

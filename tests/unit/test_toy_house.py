@@ -8,7 +8,7 @@ import pytest
 from common.base.specs import PARALLELISMS, TASKS
 from common.checks.planner_command import answer, read_options
 from common.records.store import Record
-from common.reporting.rows import results_in
+from common.reporting.rows import results_of_this_machine
 from common.reporting.tables import side_by_side
 from tests.unit import toy_house
 from tests.unit.ranks import run_ranks
@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(results: Path) -> list[Record]:
-    return sorted(results_in(results), key=lambda record: record["config"]["devices"])
+    return sorted(results_of_this_machine(results), key=lambda record: record["config"]["devices"])
 
 
 def losses(record: Record, kind: str) -> list[float]:

@@ -27,7 +27,7 @@ from common.records.store import Record
 from common.tasks.answers import Judge, answer_results, evaluate, make_collator
 from common.tasks.objectives import Objective, mean_loss
 from common.training.ddp import load_replica
-from common.training.export import save_and_reload
+from common.training.export import save
 from common.training.loop import TrainingLoop
 from common.training.part import Part
 from common.training.steps import record, sum_up
@@ -108,14 +108,14 @@ def workflow(run: RunConfig) -> Record:
         base = load_base_model(run, whole_model_on(log.rank.device))
         before = evaluate(base, tokenizer, data.test, [Judge("base", base, tokenizer)], log, "before")
         loop, heard = TrainingLoop(load_replica(run, log.rank), tokenizer, data, log), Heard()
-        loop.add_callback(heard)
+        loop.handler.add_callback(heard)
         with log.phase("training"):
             for step in loop.steps():
                 for batch, _ in step:
                     loop.loss(batch, step.label_count).backward()
                 loop.update()
         trained = sum_up(loop)
-        tuned, differences = save_and_reload(log, loop, tokenizer)
+        tuned, differences = save(log, loop, tokenizer)
         after = evaluate(tuned, tokenizer, data.test, [Judge("base", tuned, tokenizer)], log, "after")
         return record(log, before, after, **trained, heard=heard.steps, largest_logit_differences=differences)
 

@@ -1,13 +1,12 @@
 r"""Several hosts on one Linux machine: network namespaces joined by a bridge, each with an address of its own.
 
-What is sent between them goes over TCP as between machines: links can be slow, hosts can die. As root:
-    python -m common.virtual_hosts --mbit 100 -- torchrun --nnodes {hosts} --nproc_per_node 1 --rdzv_backend c10d \
-        --rdzv_endpoint {master}:29400 my_workflow.py --devices {hosts} --nodes {hosts}
-runs the command on each host, with its {rank}, its own {address}, the number of {hosts} and the first's address
-{master} filled in. Disk, memory and processors stay those of the one machine.
+What is sent between them goes over TCP as between machines: links can be slow, hosts can die. As root, in a run folder:
+    python ../../tests/network/virtual_hosts.py --mbit 100 -- torchrun --nnodes 2 --nproc_per_node 1 \
+        --rdzv_backend c10d --rdzv_endpoint {master}:29400 my_workflow.py --devices 2 --nodes 2
+runs the command on each host, with its {rank} and the first host's address {master} filled in. Disk, memory and
+processors stay those of the one machine.
 """
 
-import io
 import os
 import re
 import shutil
@@ -24,10 +23,10 @@ from pathlib import Path
 import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 
-HOSTS = (2, 4)  # least and most
 NAME = re.compile(r"virtual-(\d+)-")  # how the namespaces' names begin: with the process that made them
 SUBNET = "10.77.0"  # it exists between the namespaces only
 NAMED_FILES = Path("/etc/netns")  # where `ip netns exec` finds files that stand for those in /etc (ip-netns(8))
@@ -110,21 +109,18 @@ class VirtualNetwork:
 
 
 @contextmanager
-def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Iterator[VirtualNetwork]:
+def virtual_network(count: int, mbit: float = 0.0) -> Iterator[VirtualNetwork]:
     """Make `count` hosts, each with its link to the bridge; their processes and namespaces always end with the block.
 
     `mbit`: what each link carries in each direction, in 10^6 bits per second; 0 = as much as the machine can.
-    `delay_ms`: how much later each packet leaves its host; a round trip takes twice as much longer.
 
     Raises:
-        BadInputError: If this machine does not allow it, or its kernel cannot delay packets.
+        BadInputError: If this machine does not allow it.
     """
     _remove([name for name in namespaces() if not psutil.pid_exists(int(NAME.match(name)[1]))])  # of crashed processes
     for folder in NAMED_FILES.glob("virtual-*"):  # and of a machine that was started anew
         if folder.name not in namespaces():
             shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it as well
-    if not HOSTS[0] <= count <= HOSTS[1]:
-        raise BadInputError(f"hosts is {count}: pass {HOSTS[0]} to {HOSTS[1]}.")
     prefix = f"virtual-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
     hosts = tuple(VirtualHost(number, f"{prefix}host{number}") for number in range(count))
     network = VirtualNetwork(hosts, f"{prefix}switch")
@@ -134,7 +130,8 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
         for host in hosts:
             for command in HOST_SETUP:
                 _command(command.format(switch=network.switch, host=host, interface=INTERFACE))
-            _limit(host, network, mbit, delay_ms)
+            if mbit:
+                _limit(host, network, mbit)
         names = ["127.0.0.1 localhost", *(f"{host.address} host{host.number}" for host in hosts)]
         for host in hosts:  # each finds all by name, as machines of one network do
             folder = NAMED_FILES / host.namespace
@@ -150,17 +147,12 @@ def namespaces() -> list[str]:
     return [line.split()[0] for line in _command("ip netns list").splitlines() if NAME.match(line)]
 
 
-def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:
-    """Limit a host's link to a rate at both ends, each of which limits what it sends, and delay what the host sends."""
-    if mbit:
-        burst = max(LEAST_BURST_BYTES, round(mbit * 1e3 / 8 * BURST_MS))
-        rate = f"root handle 1: tbf rate {mbit:g}mbit burst {burst} latency {QUEUE_MS}ms"
-        _command(f"tc -n {host.namespace} qdisc add dev {INTERFACE} {rate}")
-        _command(f"tc -n {network.switch} qdisc add dev {host.port} {rate}")
-    if delay_ms:
-        place = "parent 1:1" if mbit else "root"
-        delay = f"tc -n {host.namespace} qdisc add dev {INTERFACE} {place} netem delay {delay_ms:g}ms limit 100000"
-        _command(delay, advice="a kernel without netem delays nothing; pass --delay_ms 0")
+def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float) -> None:
+    """Limit a host's link to a rate at both ends, each of which limits what it sends."""
+    burst = max(LEAST_BURST_BYTES, round(mbit * 1e3 / 8 * BURST_MS))
+    rate = f"root tbf rate {mbit:g}mbit burst {burst} latency {QUEUE_MS}ms"
+    _command(f"tc -n {host.namespace} qdisc add dev {INTERFACE} {rate}")
+    _command(f"tc -n {network.switch} qdisc add dev {host.port} {rate}")
 
 
 def _remove(names: Sequence[str]) -> None:
@@ -172,7 +164,7 @@ def _remove(names: Sequence[str]) -> None:
         shutil.rmtree(NAMED_FILES / name, ignore_errors=True)
 
 
-def _command(command: str, advice: str = "virtual hosts need root, on Linux") -> str:
+def _command(command: str) -> str:
     """Return what a command of iproute2 prints.
 
     Raises:
@@ -184,7 +176,7 @@ def _command(command: str, advice: str = "virtual hosts need root, on Linux") ->
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().replace("\n", "; ") or f"exit code {done.returncode}"
-        raise BadInputError(f"`{command}` was refused ({reason.rstrip('.')}): {advice}.")
+        raise BadInputError(f"`{command}` was refused ({reason.rstrip('.')}): virtual hosts need root, on Linux.")
     return done.stdout
 
 
@@ -193,8 +185,6 @@ def _command(command: str, advice: str = "virtual hosts need root, on Linux") ->
 
 def run_on_each(network: VirtualNetwork, command: Sequence[str]) -> int:
     """Run a command on each host, its placeholders filled in, with `host1 | ` before lines; return the worst code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # TailLog does not flush what it prints
     with tempfile.TemporaryDirectory() as folder:
         logs = {host.number: Path(folder) / f"host{host.number}.log" for host in network.hosts}
         started = [
@@ -210,23 +200,21 @@ def run_on_each(network: VirtualNetwork, command: Sequence[str]) -> int:
 
 def filled(word: str, host: VirtualHost, network: VirtualNetwork) -> str:
     """Return a word of a command with its placeholders filled in for a host; other braces stay."""
-    values = {
-        "rank": host.number, "hosts": len(network.hosts), "master": network.hosts[0].address, "address": host.address,
-    }  # fmt: skip
-    return re.sub(rf"{{({'|'.join(values)})}}", lambda found: str(values[found[1]]), word)
+    return word.replace("{rank}", str(host.number)).replace("{master}", network.hosts[0].address)
 
 
+@refused_in_one_sentence()
 def main() -> None:
-    """`python -m common.virtual_hosts --hosts 3 --mbit 100 -- COMMAND`: run a command on virtual hosts."""
+    """Run a command on virtual hosts."""
     parser = OneSentenceParser(description="Run a command on each of several virtual hosts.")
-    parser.add_argument("--hosts", type=int, default=2, help=f"how many: {HOSTS[0]} to {HOSTS[1]}")
+    parser.add_argument("--hosts", type=int, default=2, help="how many")
     parser.add_argument("--mbit", type=float, default=0.0, help="what each link carries, in Mbit/s; 0 = not limited")
-    parser.add_argument("--delay_ms", type=float, default=0.0, help="how much later each packet leaves its host, in ms")
-    parser.add_argument("command", nargs="+", help="after --, with {rank}, {hosts}, {master}, {address} to fill in")
+    parser.add_argument("command", nargs="+", help="after --, with {rank} and {master} to fill in")
     options = parser.parse_args()
-    try:
-        with virtual_network(options.hosts, options.mbit, options.delay_ms) as network:
-            code = run_on_each(network, options.command)
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
-    sys.exit(code)
+    sys.stdout.reconfigure(line_buffering=True)  # TailLog does not flush what it prints
+    with virtual_network(options.hosts, options.mbit) as network:
+        sys.exit(run_on_each(network, options.command))
+
+
+if __name__ == "__main__":
+    main()
