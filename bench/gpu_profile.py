@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from bench.gpu_trial import GPU_SCALE, Scale, Trial, take_steps, trial_started
 from bench.levers import pulled
-from common.checks.preflight import StepClock
+from common.checks.measured_steps import StepClock
 from common.hardware.devices import Gpu
 
 MOST_ROWS = 40

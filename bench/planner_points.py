@@ -21,7 +21,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.checks.folder_training import tried_by_folder
-from common.checks.preflight import StepClock
+from common.checks.measured_steps import StepClock
 from common.checks.tried_rows import rows_of_length
 from common.hardware.devices import (
     Gpu,
