@@ -97,15 +97,14 @@ def shape(rehearses: bool, tmp_path: Path) -> Callable[[str], str]:
 
 
 @pytest.fixture
-def trained(run_workflow: Callable, rehearses: bool) -> Callable[..., Any]:
+def trained(run_workflow: Callable, device: str) -> Callable[..., Any]:
     """Run to a good end, on the GPU and by `python` unless it is said otherwise.
 
     Without the independent judge, a package of 90 MB: these tests ask what a GPU does, not how good answers are.
     """
 
     def run(*overrides: str, launcher: str = "python", **options: object) -> Any:
-        on = ("--device", "cpu" if rehearses else "cuda")
-        done = run_workflow(launcher, "--independent_judge", "none", *on, *overrides, **options)
+        done = run_workflow(launcher, "--independent_judge", "none", "--device", device, *overrides, **options)
         assert done.exit_code == 0, done.output
         return done
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from common.base.errors import BadInputError, shortened
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
-from common.checks import planner_command, preflight
+from common.checks import measured_steps, planner_command, preflight
 from common.checks.inputs import check_settings, check_trackers, check_training_rows
 from common.checks.optimizers import check_optimizer, check_schedule
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
@@ -408,7 +408,7 @@ def test_rows_on_disk_are_sorted_and_dealt_out_as_those_in_memory(
 )
 def test_after_out_of_memory_a_pipeline_has_fewer_micro_batches(rows: int, micro_batches: int, said: str) -> None:
     run = RUN.changed_to(**{**PIPELINE, "micro_batches": micro_batches, "per_device_train_batch_size": rows})
-    assert said in preflight.smaller_batch(run, rows, None)
+    assert said in measured_steps.smaller_batch(run, rows, None)
 
 
 def test_a_cached_model_is_its_own_and_no_shape_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
