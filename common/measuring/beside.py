@@ -61,7 +61,7 @@ class StepMeter(TrainerCallback):
     ) -> None:
         self.memory.enter("done")
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-        *ends_s, _ = self.ends_s  # to count takes time
+        *ends_s, _ = self.ends_s  # the last step was counted, which takes time
         self.figures = {
             "loss, first step": losses[0],
             "loss, last step": losses[-1],
@@ -78,7 +78,8 @@ def trained_beside(run: RunConfig, rank: Rank, ways: dict[str, Callable[[Trial],
     """
     rows = {"per_device_train_batch_size": ROWS, "train_rows": ROWS * run.data_parallel_ranks}
     dropout = {"lora_dropout": 0.0} if run.method.has_adapters else {}
-    run, found = replace(run, **rows, **dropout, gradient_accumulation_steps=1, max_steps=STEPS), {}
+    run = replace(run, **rows, **dropout, gradient_accumulation_steps=1, max_steps=STEPS)
+    found = {}
     for name, train in ways.items():
         meter = StepMeter(rank)
         set_seed(run.seed)

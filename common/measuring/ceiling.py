@@ -40,7 +40,8 @@ def measure_machine_ceiling(
     before = [weight.detach().clone() for weight in trained]
     optimizer = make_optimizer(model, loop.run)
     at_once = list(islice(loop.batches.global_batches(), steps))
-    shares, wholes = ([_batch(loop, rows) for rows in each] for each in (map(loop.batches.own, at_once), at_once))
+    wholes = [_batch(loop, rows) for rows in at_once]
+    shares = [_batch(loop, loop.batches.own(rows)) for rows in at_once]
     timed = {
         "one_rank_global_batch_step_s": (model, wholes if rank.is_main else []),
         "one_rank_share_step_s": (model, shares if rank.is_main else []),
@@ -51,7 +52,8 @@ def measure_machine_ceiling(
 
     def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
         wait_for_everyone()
-        start_s, part.module = time.perf_counter(), module
+        part.module = module
+        start_s = time.perf_counter()
         for batch in batches:
             part.loss(batch, int((batch["labels"] != IGNORED_LABEL).sum())).backward()
             optimizer.step()
@@ -60,8 +62,8 @@ def measure_machine_ceiling(
             torch.accelerator.synchronize()
         return max(gather_object([time.perf_counter() - start_s])) / len(shares)
 
-    # the first round warms up: memory that is new to a process costs its first step much
-    _, *rounds_s = ([step_s(*each) for each in timed.values()] for _ in range(1 + rounds))
+    # memory that is new to a process costs its first step much
+    _warm_up, *rounds_s = ([step_s(*each) for each in timed.values()] for _ in range(1 + rounds))
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
     times_s = dict(zip(timed, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))

@@ -30,12 +30,12 @@ def ideal_speedup(stages: int, micro_batches: int) -> float:
 
 
 def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dict[str, object] | None:
-    """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
+    """Time steps of GPipe, 1F1B and naive model parallel on the same batch; idle shares, and what was possible.
 
-    Forward and backward passes only; every schedule in turn, `rounds` times, medians, on up to `steps` batches (fewer
-    of a large model). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone
-    against those of all stages at once, nothing being sent. Weights stay as they are. Rank 0 prints a line after each
-    round.
+    Forward and backward passes only; every schedule in turn, `rounds` times, medians, up to `steps` times on one batch
+    (less often with a large model), as a batch of another shape needs another schedule. What is allowed is the bubble's
+    formula times the machine's ceiling: one stage's passes alone against those of all stages at once, nothing being
+    sent. Weights stay as they are. Rank 0 prints a line after each round.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
@@ -49,7 +49,7 @@ def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dic
         name: partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=parts)
         for name, schedule, parts in (("naive", "gpipe", 1), ("gpipe", "gpipe", count), ("1f1b", "1f1b", count))
     }
-    batches = full_batches(loop, steps)
+    batches = steps * full_batches(loop, 1)
     naive_s = slowest_s(loop, batches[:1], schedules["naive"])
     batches = batches[: max(1, round(TIMED_S / naive_s))]
     times: defaultdict[str, list[float]] = defaultdict(list)
@@ -155,6 +155,8 @@ def activations_mib(loop: TrainingLoop, batch: Batch, work: Work) -> list[float]
     tracker = MemoryTracker(vocab_size=loop.part.pipeline.causal.config.vocab_size, rounded_to=1)
     for weight in loop.model.parameters():
         tracker.add(weight, "weights")
+    work(batch)  # makes its schedule, whose buffers are no activations
+    loop.optimizer.zero_grad()
     hooks = watch_gradients(loop.model, tracker)
     with tracker:
         tracker.enter("step")

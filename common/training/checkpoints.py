@@ -189,6 +189,7 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint: first its name, at once, so that no half of it is left under that."""
     going = folder.parent / PARTIAL / f"removed {folder.name}"
     going.parent.mkdir(exist_ok=True)
+    shutil.rmtree(going, ignore_errors=True)  # some network file systems keep files that are open
     folder.rename(going)
     shutil.rmtree(going, ignore_errors=True)
 

@@ -22,7 +22,7 @@ from common.models.trained_weights import with_trained_weights
 from common.runtime.world import Rank
 from common.training.answer_logits import Model
 from common.training.part import Part, clip_divided
-from common.training.usage import check_part, part_bytes
+from common.training.usage import Held, check_part, part_bytes
 
 
 class Shards(Part):
@@ -54,6 +54,13 @@ class Shards(Part):
         mesh = next(self.model.parameters()).device_mesh
         group = mesh.get_group(mesh.ndim - 1)  # hybrid sharding: each copy has all of the gradients
         return clip_divided(gradients, gradients, [], max_norm, self.rank.device, group)
+
+    @override
+    def check_shard_memory(self, held: Held) -> None:
+        weights, ranks = list(self.model.parameters()), self.run.shard_ranks
+        trained = [weight for weight in weights if weight.requires_grad]
+        check_part("weights", held.weights_bytes, part_bytes(weights, ranks))
+        check_part("gradients", held.gradients_bytes, part_bytes(trained, ranks))
 
 
 def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
@@ -90,7 +97,7 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
     loaded = _set_aside(model)
-    for module in [*layers_of(model), model]:
+    for module in [*reversed(layers_of(model)), model]:  # a layer inside another one comes before it
         fully_shard(module, **about)
     _put_back(loaded)
     return model
@@ -115,9 +122,8 @@ def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
     parts: dict[int, torch.nn.Parameter] = {}
     for module, name, loaded in places:
         of_meta = getattr(module, name)
-        part = DTensor(
-            loaded.to_local().detach(), of_meta._spec, requires_grad=False
-        )  # `from_local` would leave the host
+        # `from_local` would leave the host
+        part = DTensor(loaded.to_local().detach(), of_meta._spec, requires_grad=False)
         part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
         setattr(module, name, parts.setdefault(id(loaded), part))
 
@@ -144,7 +150,8 @@ def describe_wrapping(model: Model) -> str:
     sizes = {layer: sum(map(global_numel, layer.parameters())) for layer in layers_of(model)}
     counts = Counter(type(layer).__name__.removeprefix("FSDP") for layer in sizes)
     names = ", ".join(f"{count} x {name}" for name, count in counts.items())
-    rest = sum(map(global_numel, model.parameters())) - sum(sizes.values())
+    in_layers = {id(weight) for layer in sizes for weight in layer.parameters()}
+    rest = sum(global_numel(weight) for weight in model.parameters() if id(weight) not in in_layers)
     return (
         f"gathered one at a time: {names} (up to {max(sizes.values()):,} weights); together in the root: {rest:,} "
         "weights"

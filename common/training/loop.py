@@ -376,17 +376,18 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
-        before, of_rank = self.saver.load()
+        before, of_all = self.saver.load()
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint"):
             setattr(self.state, name, getattr(before, name))
         for each in self.handler.callbacks:  # how long an early stop has waited; how long it is to is this run's own
-            vars(each).update(before.stateful_callbacks.get(type(each).__name__, {}).get("attributes", {}))
+            saved = before.stateful_callbacks.get(type(each).__name__, {})
+            vars(each).update(saved.get("attributes", {}))
         self.logged_step = self.state.global_step
-        self.skipped_steps = of_rank.get("skipped_steps", 0)
+        self.skipped_steps = of_all.get("skipped_steps", 0)
         self.schedule.last_epoch = self.state.global_step - self.skipped_steps - 1
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps of then
             self.schedule.step()
-        self.scaler.load_state_dict(of_rank["scaler"])
+        self.scaler.load_state_dict(of_all["scaler"])
         if self.rank.is_main:
             print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 

@@ -30,7 +30,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.chunked_loss import compute_loss_in_chunks
 from common.models.compiled_layers import compile_layers
@@ -71,7 +73,7 @@ class Part:
         model: What is trained.
         called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
-        usage: Measures what a rank holds and sends, where there are several.
+        usage: Measures what a rank holds and sends, where that is compared with one device's.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
@@ -88,14 +90,14 @@ class Part:
         self.model = getattr(module, "module", module)
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
-        self.usage = UsageReport(self) if rank.world_size > 1 else None
+        self.usage = UsageReport(self) if rank.world_size > 1 and _compares_shares(run) else None
         # the model computes as the run asks: by which kernels, the loss in chunks, layers a second time
         if run.use_liger_kernel:
             apply_liger_kernel(self.model, None)
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
         if self.objective.prepare:
             self.objective.prepare(self.model)
-        # in a pipeline the schedule computes the loss (`StageModule.loss`)
+        # in a pipeline the schedule computes the loss (`Pipeline.loss`)
         self.takes_chunks = loss_is_chunked(run, self.model) and not run.parallelism.pipelines
         if self.takes_chunks:
             compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
@@ -341,6 +343,12 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
+
+
+def _compares_shares(run: RunConfig) -> bool:
+    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
+    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
+    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:

@@ -256,7 +256,9 @@ class Pipeline(torch.nn.Module):
         return made.float() if self.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
-        """Return what the last step's hidden states and gradients were received in."""
+        """Return what the last step's hidden states and gradients were received in; nothing before the first step."""
+        if self.schedule is None:
+            return []
         stage = self.schedule._stage
         infos = tree_leaves((stage.args_recv_info, stage.grad_recv_info))
         return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]

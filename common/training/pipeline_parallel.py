@@ -52,6 +52,7 @@ class Stage(Part):
     @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
         self.pipeline.train_step(batch, label_count)
+        self.pipeline.clock.steps.pop()  # it is counted, not timed
 
     @override
     def kept_buffers(self) -> list[torch.Tensor]:
@@ -120,7 +121,7 @@ class Stage(Part):
 
     @override
     def for_record(self) -> dict[str, object]:
-        """Return each stage's seconds of work, and its share of the steps' time in which it waited.
+        """Return each stage's seconds of work in the latest steps, and the share of their time in which it waited.
 
         None of a run that resumed from its last step, and took none.
 

@@ -38,8 +38,9 @@ def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
     work, rank = loop.work, loop.rank
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
+    steps = loop.state.global_step - loop.saver.first_step
     for share in shares:
-        if share["samples"] == 0 and not loop.saver.first_step:  # of a last step's few rows a rank may have none
+        if share["samples"] == 0 and steps > 1:  # of a last step's few rows a rank may have none
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = loop.part.own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(loop.train_rows), row_uses(loop), resumes=loop.saver.first_step > 0)

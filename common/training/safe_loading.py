@@ -11,8 +11,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from common.base.errors import BadInputError, RunStoppedError, reading
 
+os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # a user's own would contradict it
 os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-"""`torch.load` runs nothing that a file holds, also where a library asks it to, as DCP does for what is no tensor."""
+"""`torch.load` runs nothing that a file holds, also where a library asks it to, as DCP does for what is no tensor.
+
+It holds for all of this process, a notebook's too, and for those that it starts.
+"""
 ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),

@@ -132,11 +132,11 @@ class Saver:
             "longest_s": max(self.waits_s, default=0.0),
         }
 
-    def save(self, state: TrainerState, control: TrainerControl, of_rank: Mapping[str, Any]) -> None:
+    def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
         """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
 
         Where training goes on meanwhile, it waits for a copy on the host alone, and for the checkpoint before.
-        Called on every rank; `of_rank` is kept for it beside its random numbers.
+        Called on every rank; `of_all` is what all ranks have alike, kept beside each one's random numbers.
 
         Raises:
             AskedToEndError: The run was asked to save and to end; all is written.
@@ -151,7 +151,7 @@ class Saver:
             self.unfinished = UnfinishedCheckpoint(folder, about, self.writes)
             with self.unfinished.being_written() as partial_folder:
                 if is_full:
-                    self._save_of_rank(partial_folder, of_rank)
+                    self._save_of_rank(partial_folder, of_all)
                 if self.writes:
                     state.save_to_json(str(partial_folder / STATE_FILE))
                 self._write(partial_folder, is_full)
@@ -204,10 +204,10 @@ class Saver:
         copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
         return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
 
-    def _save_of_rank(self, folder: Path, of_rank: Mapping[str, Any]) -> None:
+    def _save_of_rank(self, folder: Path, of_all: Mapping[str, Any]) -> None:
         """Write what is a rank's own; every disk gets every rank's, so that any of them can start all ranks again."""
         own = folder / RANDOM.format(self.rank.rank)
-        torch.save({**random_numbers(), **of_rank}, own)
+        torch.save({**random_numbers(), **of_all}, own)
         if len(self.log.results.hosts) > 1:
             for name, content in gather_object([(own.name, own.read_bytes())]):
                 if self.writes and not (folder / name).exists():
@@ -242,7 +242,8 @@ class Saver:
     def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks = self.rank.world_size
-        missing = [name for name in map(RANDOM.format, range(ranks)) if not (folder / name).is_file()]
+        names = list(map(RANDOM.format, range(ranks)))
+        missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
         if ranks_then == ranks and missing:
             raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be resumed exactly.")
         if ranks_then != ranks and self.rank.is_main:

@@ -52,10 +52,10 @@ def evaluate_before(
     if log.run.baseline == "none":
         return None
     with log.phase("baseline evaluation"):
-        base, judges = model or load_answering(log.run, log.rank), []
+        base, judged_by = model or load_answering(log.run, log.rank), []
         if log.run.goal.is_judged:
-            judges = [[Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]]
-        found = score(base, tokenizer, data.test, *judges, log, "before")
+            judged_by = [[Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]]
+        found = score(base, tokenizer, data.test, *judged_by, log, "before")
         if model is None:
             free_model(base)
         return found
