@@ -141,6 +141,7 @@ def test_a_stage_takes_the_format_that_the_one_before_sends_also_with_adapters_o
     sends, takes = (Pipeline(trained_stage(run, stage_map, rank), run, rank) for rank in (first, last))
     sent = sends(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
     assert sent.dtype == takes.hidden_dtype == torch.bfloat16
+    assert sends.receive_buffers() == []  # no step was taken, as in a run that resumed from its last one
 
 
 def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:

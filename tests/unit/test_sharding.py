@@ -26,7 +26,7 @@ from common.runtime.rank import exchange_timeout
 from common.runtime.world import Rank
 from common.training import zero
 from common.training.deepspeed_config import deepspeed_config
-from common.training.fsdp import check_fully_sharded, mixed_precision
+from common.training.fsdp import check_fully_sharded, describe_wrapping, mixed_precision, shard
 from common.training.pipeline_parallel import Stage
 from common.training.saver import Saver
 from common.training.usage import SentBytes, check_part, part_bytes
@@ -124,6 +124,17 @@ def test_a_rank_may_hold_as_much_as_weights_cut_along_their_first_dimension_leav
     for wrong in (0, (8 * 16 + 4 * 8) * 4):
         with pytest.raises(RuntimeError, match="This rank holds"):
             check_part("weights", wrong, parts)
+
+
+def test_a_layer_within_another_one_is_divided_first_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hybrids have them: PyTorch refuses the inner one after the outer one."""
+    model, divided = toy(), Mock()
+    outer, inner = model.model.layers
+    outer.inside = inner
+    monkeypatch.setattr("common.training.fsdp.fully_shard", divided)
+    shard(model, FSDP, Mock())
+    assert [call.args[0] for call in divided.call_args_list] == [inner, outer, model]
+    assert "together in the root: 8,224 weights" in describe_wrapping(model)  # embeddings, head and last norm
 
 
 def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
