@@ -27,7 +27,7 @@ from common.data.answer_ends import save_stops, saved_stops
 from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
-from common.serving.tuned_runs import TunedRun, find_run
+from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
 FOLDERS = {
     "merged": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
@@ -76,9 +76,9 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     adapter = tuned.folder / "adapter"
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
         check_holds(tuned, adapter, name)
-    with reading(f"{CONFIG_NAME} of {adapter}", "Repeat the run."):
-        settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
+    check_adapter(adapter)
     _copied(tuned, adapter, output)
+    settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
     settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return output

@@ -1,26 +1,41 @@
 """A finished run, found by its name, and its models, loaded as it trained them."""
 
+import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from peft import PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, closest, reading
+from common.base.errors import BadInputError, begin_of, closest, reading
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.rows import shown
 from common.models.loading import load_base_model, load_tokenizer
-from common.models.trained_weights import add_lora
 from common.planning.architectures import is_hub_id, read_config
 from common.planning.device_maps import whole_model_on
 from common.records.store import RECORD_NAME, Record, load_record
+
+PLAIN_MODULE = "megatron.core"  # which PEFT writes into the settings of each LoRA adapter, and never imports for one
+MADE_BY_RUNS = {
+    "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "fan_in_fan_out", "modules_to_save",
+    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "megatron_core",
+}  # fmt: skip
+"""Settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults."""
+AGAIN = "Repeat the run, or take the adapter as it was saved."
+PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")
+QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
+"""Of a regular expression: several may have it compared without end. Runs and PEFT write one, `.*`, for each name."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +133,7 @@ class TunedModels:
 
 
 def load_models(tuned: TunedRun) -> TunedModels:
-    """Load base and tuned model of a run: adapters are made by its settings, as in training, and get the saved weights.
-
-    What else stands in `adapter_config.json` (a module to import, a pattern to compare names with) is not read.
+    """Load base and tuned model of a run.
 
     Raises:
         BadInputError: the base is not there or cannot be loaded, or the adapter belongs to another one.
@@ -131,7 +144,9 @@ def load_models(tuned: TunedRun) -> TunedModels:
     if not run.method.has_adapters:
         model = load_base_model(replace(run, weights="pretrained"), device, source=tuned.whole_model)
         return TunedModels(load_base_model(run, device), model, nullcontext, tokenizer)
-    base, trained = load_base_model(run, device), tuned.whole_model / "config.json"
+    adapter, trained = tuned.folder / "adapter", tuned.whole_model / "config.json"
+    _check_rank(adapter, check_adapter(adapter))
+    base = load_base_model(run, device)
     of_run = read_config(trained, tuned.folder.name) if trained.is_file() else {}
     what, onto = f"The adapter of {tuned.folder.name}", f"put on {run.model}{_shape(base.config.to_dict())}"
     again = (
@@ -139,13 +154,62 @@ def load_models(tuned: TunedRun) -> TunedModels:
         "repeat the run."
     )
     with reading(what, again, onto):
-        weights = load_file(tuned.folder / "adapter" / SAFETENSORS_WEIGHTS_NAME)
-        model = add_lora(base, run).eval()
-        set_peft_model_state_dict(model, weights)
-        lacking = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - weights.keys())
+        model = PeftModel.from_pretrained(base, adapter).eval()
+        lacking = sorted(
+            get_peft_model_state_dict(model, save_embedding_layers=False).keys() - _shapes_in(adapter).keys()
+        )
     if lacking:
         raise BadInputError(f"{what} lacks {shown(lacking)}, and cannot be {onto}. {again}")
     return TunedModels(model, model, model.disable_adapter, tokenizer)
+
+
+def check_adapter(adapter: Path) -> dict[str, Any]:
+    """Return an adapter's settings, if runs make such: one may be a module that PEFT is to import, which is code.
+
+    Raises:
+        BadInputError: with the setting; or its settings cannot be read.
+    """
+    with reading(f"{CONFIG_NAME} of {adapter}", AGAIN):
+        settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
+    if settings.get("peft_type") != "LORA":
+        raise BadInputError(f"{adapter} is of the kind {settings.get('peft_type')!r}, and runs make LORA: {AGAIN}")
+    module = settings.get("megatron_core") or PLAIN_MODULE
+    if settings.get("megatron_config") or module != PLAIN_MODULE:
+        raise BadInputError(
+            f"{CONFIG_NAME} of {adapter} has PEFT import the module {module} (megatron_core, megatron_config), and no "
+            f"code of others is run: {AGAIN}"
+        )
+    plain = LoraConfig().to_dict()
+    set_so = {name for name, value in settings.items() if value and value != plain.get(name)}
+    others = sorted(set_so - MADE_BY_RUNS)
+    if others:
+        raise BadInputError(f"{CONFIG_NAME} of {adapter} sets {shown(others)}, which no run does. {AGAIN}")
+    patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
+    slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
+    if slow:
+        raise BadInputError(
+            f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}"
+        )
+    return settings
+
+
+def _check_rank(adapter: Path, settings: dict[str, Any]) -> None:
+    """Refuse a rank above that of the weights, for which memory would be taken before they are read."""
+    with reading(f"The weights of {adapter}", AGAIN):
+        most = max(shape[0] for name, shape in _shapes_in(adapter).items() if "lora_" in name and "_A." in name)
+        asked = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
+        is_above = asked > most
+    if is_above:
+        raise BadInputError(f"{CONFIG_NAME} of {adapter} has the rank {asked}, but its weights have {most}. {AGAIN}")
+
+
+def _shapes_in(adapter: Path) -> dict[str, list[int]]:
+    with safe_open(adapter / SAFETENSORS_WEIGHTS_NAME, "pt") as file:
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+
+
+def _texts(names: object) -> list[str]:
+    return [names] if isinstance(names, str) else list(map(str, names)) if isinstance(names, list | dict) else []
 
 
 def _check_base(tuned: TunedRun) -> None:

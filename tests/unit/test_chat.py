@@ -89,12 +89,11 @@ def test_what_is_typed_is_text() -> None:
 
 
 def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = load_base_model(RunConfig(), {"": "cpu"})
-    of_base, of_tuned = answer_of(base), answer_of(PeftModel.from_pretrained(base, with_adapter / "adapter"))
-    (with_adapter / "adapter" / "adapter_config.json").write_text('{"megatron_core": "foreign_module"}')  # is not read
     models = load_models(find_run(str(with_adapter)))
     conversation = chat.Conversation(models, max_new_tokens=20, temperature=0.0)
     answers = conversation.ask(QUESTION)
+    base = load_base_model(RunConfig(), {"": "cpu"})
+    of_base, of_tuned = answer_of(base), answer_of(PeftModel.from_pretrained(base, with_adapter / "adapter"))
     assert of_base != of_tuned
     assert answers == {"base": of_base, "tuned": of_tuned}
     out = capsys.readouterr().out

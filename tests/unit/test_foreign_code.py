@@ -16,6 +16,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.pictures import check_picture, open_picture, reference_to
 from common.models.loading import EMBEDDED_BASE, any_shape_config, load_tokenizer, model_without_weights
+from common.serving.tuned_runs import check_adapter
 
 # -- models, tokenizers and data sets
 
@@ -92,6 +93,39 @@ def test_a_kernel_of_the_hub_that_a_config_names_is_not_looked_for(
     run = RunConfig(model=str(foreign_model(tmp_path, **{key: "someone/kernel"})))
     assert any_shape_config(run.model)._attn_implementation is None
     assert model_without_weights(run).config._attn_implementation in ("sdpa", "eager")
+
+
+# -- adapters
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"megatron_core": "foreign_module", "megatron_config": {"a": 1}}, "foreign_module"),
+        ({"megatron_core": "megatron.evil", "megatron_config": None}, "megatron.evil"),
+        ({"megatron_config": {"init_method": "x"}}, "megatron_config"),
+        ({"peft_type": "PROMPT_TUNING", "tokenizer_kwargs": {"trust_remote_code": True}}, "PROMPT_TUNING"),
+        ({"peft_type": "XLORA"}, "XLORA"),
+        ({"peft_type": None}, "None"),
+    ],
+)
+def test_an_adapter_that_imports_a_module_or_is_of_another_kind_is_refused(
+    settings: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    plain = {"peft_type": "LORA", "megatron_core": "megatron.core", "megatron_config": None}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(plain))
+    check_adapter(tmp_path)
+    file.write_text(json.dumps({**plain, **settings}))
+    with pytest.raises(BadInputError, match=said):
+        check_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '"x"', "[" * 5000, '{"peft_type": []}'])
+def test_settings_of_an_adapter_that_cannot_be_read_are_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(BadInputError):
+        check_adapter(tmp_path)
 
 
 # -- files of settings
