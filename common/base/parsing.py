@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import yaml
 from trl import TrlParser
@@ -87,19 +88,18 @@ class OneSentenceParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of its choices ({known}){question}")
 
 
-class AsWritten(yaml.BaseLoader):
-    """Reads each value as the text that it is written as: YAML itself makes False of `no`, and 750 of `12:30`."""
+class AsWritten(yaml.SafeLoader):
+    """Reads a plain value as the text that it is written as: YAML itself makes False of `no`, and 750 of `12:30`."""
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        """Return the next node; no alias, as a few lines of them make a value of any size, and no tag, which is code.
-
-        Raises:
-            ValueError: the node is one, or has one.
-        """
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-            raise ValueError(f"{event.start_mark.line + 1}: an alias or a tag stands where a value should be")
+        """Return the next node; an alias is refused, as a few lines of them make a value of any size."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError(f"the alias *{self.peek_event().anchor} stands where a value should be")
         return super().compose_node(parent, index)
+
+
+for _kind in ("bool", "int", "float", "timestamp"):
+    AsWritten.add_constructor(f"tag:yaml.org,2002:{_kind}", AsWritten.construct_scalar)
 
 
 class SettingsParser(OneSentenceParser, TrlParser):
@@ -121,22 +121,21 @@ class SettingsParser(OneSentenceParser, TrlParser):
 
         Raises:
             SystemExit: with code 2 for an option that is unknown, or a value of the wrong kind.
-            BadInputError: a YAML file does not exist, or has anything but names with values.
+            BadInputError: the YAML file does not exist, or is no mapping of names and values.
         """
         of_file = OneSentenceParser(add_help=False)
         of_file.add_argument("--config", action="append", default=[])
         named, arguments = of_file.parse_known_args(arguments)
-        *parsed, unknown = self.parse_args_into_dataclasses(
-            [*chain.from_iterable(map(self._words_of, named.config)), *arguments],
-            return_remaining_strings=True,
-            look_for_args_file=False,
+        unknown = [word for file in named.config for word in self.set_defaults_with_config(**self._read(file))]
+        *parsed, others = self.parse_args_into_dataclasses(
+            arguments, return_remaining_strings=True, look_for_args_file=False
         )
-        if unknown:
+        if unknown := [*unknown, *others]:
             self.refuse_unknown(unknown)
         return {name: value for group in parsed for name, value in vars(group).items()}
 
-    def _words_of(self, file: str) -> list[str]:
-        """Return the settings of a YAML file as words of a command line."""
+    def _read(self, file: str) -> dict[str, Any]:
+        """Return the values of a YAML file by their names, as the command line would have them."""
         with reading(f"--config {file}", "Write `name: value` lines."):
             try:
                 with Path(file).expanduser().open("rb") as stream:
@@ -145,17 +144,25 @@ class SettingsParser(OneSentenceParser, TrlParser):
                 raise ValueError(" ".join(str(error).split())) from None
         if not isinstance(found, dict):
             raise BadInputError(f"--config {file} has no names with values: write `name: value` lines.")
-        repeated = {option.dest for option in self._actions if isinstance(option, argparse._AppendAction)}
-        words = []
-        for name, value in found.items():
-            several = value if name in repeated and isinstance(value, list) else [value]
-            if not all(isinstance(each, str) for each in several):
+        if "env" in found:  # TRL would set it, and a module that PYTHONPATH leads to would run
+            raise BadInputError(
+                f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
+            )
+        values = {str(name): value for name, value in found.items()}
+        groups = map(fields, self.dataclass_types)
+        switches = {each.name for each in chain(*groups) if bool in (each.type, *get_args(each.type))}
+        for option in self._actions:
+            value = values.get(option.dest)
+            if isinstance(option, argparse._AppendAction):
+                values |= {option.dest: [value]} if isinstance(value, str) else {}
+            elif not isinstance(value, str | bool | None):
                 raise BadInputError(
-                    f"--config {file}: {name} has a {type(value).__name__} of values, but takes one: write several "
-                    "names as on the command line, with commas between."
+                    f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
+                    "several names as on the command line, with commas between."
                 )
-            words += [f"--{name}={each}" for each in several]
-        return words
+            elif option.dest in switches and isinstance(value, str):
+                values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
+        return values
 
 
 def settings_parser(defaults: RunConfig, **for_argparse: Any) -> SettingsParser:

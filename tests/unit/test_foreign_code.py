@@ -144,7 +144,7 @@ def test_settings_of_an_adapter_that_cannot_be_read_are_refused(content: str, tm
 def test_a_file_of_settings_sets_no_variable_and_makes_no_object(text: str, tmp_path: Path) -> None:
     file, before = tmp_path / "mine.yaml", dict(os.environ)
     file.write_text(text)
-    with pytest.raises((BadInputError, SystemExit), match=r"--config|^2$"):
+    with pytest.raises(BadInputError, match="--config"):
         parse_overrides(RunConfig(), ["--config", str(file)])
     assert dict(os.environ) == before
 

@@ -210,6 +210,8 @@ def test_settings_come_from_yaml_below_the_command_line(run_config: RunConfig, t
         ("run_name: 1_000", "run_name", "1_000"),
         ("data: 12:30", "data", "12:30"),
         ("dataset_revision: 1e5", "dataset_revision", "1e5"),
+        ("gradient_checkpointing: on", "gradient_checkpointing", True),
+        ("gradient_checkpointing: Off", "gradient_checkpointing", False),
         ("gradient_checkpointing: yes", "gradient_checkpointing", True),
         ("gradient_checkpointing: false", "gradient_checkpointing", False),
         ("max_steps: 1_000", "max_steps", 1000),
