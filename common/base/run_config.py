@@ -223,7 +223,7 @@ class RunConfig(
         Raises:
             BadInputError: as when a run is made, or it has a setting that this code does not know.
         """
-        config = {name: value for name, value in config.items() if (name, value) not in GONE.items()}
+        config = {name: value for name, value in config.items() if name not in GONE}
         unknown = config.keys() - DEFAULTS.keys()
         if unknown:
             raise BadInputError(f"The run had the settings {', '.join(sorted(unknown))}, unknown to this code.")
@@ -243,8 +243,8 @@ class RunConfig(
 
 
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
-GONE = {"max_batch_tokens": 0, "prefetch": 1, "wrap": "layers"}
-"""Settings that older records have, with their defaults, at which they asked for nothing."""
+GONE = {"max_batch_tokens", "prefetch", "wrap"}
+"""Settings that older records have: how steps were divided, which what was trained does not show."""
 
 
 def _bytes_in(name: str) -> int:

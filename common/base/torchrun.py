@@ -3,6 +3,7 @@
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 """Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """How many processes MPI has started, which Accelerate takes for ranks."""
+KEPT_S = 24 * 60 * 60
+"""How long what a killed process has left where ranks meet stays at least."""
+LAST_PORT, MOST_DIGITS = 65535, 9
 
 
 def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
@@ -39,12 +43,21 @@ def is_of_torchrun() -> bool:
 
 
 def meeting_file() -> str:
-    """Return a new file for torchruns of one machine to meet in.
+    """Return a new file for torchruns of one machine to meet in, after those of processes that were killed are removed.
 
     Raises:
         RunStoppedError: see `folder_of_user`.
     """
-    descriptor, path = tempfile.mkstemp(dir=folder_of_user())
+    import psutil  # here: few commands start ranks
+
+    folder = folder_of_user()
+    for path in folder.glob("[0-9]*-*"):
+        process = path.name.partition("-")[0]
+        with suppress(FileNotFoundError):
+            is_old = time.time() - path.stat().st_mtime > KEPT_S  # where machines share the folder, others' go on
+            if is_old and process.isdigit() and not psutil.pid_exists(int(process)):
+                path.unlink()
+    descriptor, path = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=folder)
     os.close(descriptor)
     return path
 
@@ -78,9 +91,9 @@ def check_told(environment: Mapping[str, str]) -> None:
         return
     needed = (*TOLD, *TOLD_BY_TORCHRUN) if RUN_ID in told else TOLD
     missing = [name for name in needed if not told.get(name)]
-    if missing or not _is_of_a_rank(told):
+    wrong = f"no {' and no '.join(missing)}" if missing else _what_no_rank_is_told(told)
+    if wrong:
         have = ", ".join(f"{name}={begin_of(value, 40)!r}" for name, value in told.items())
-        wrong = f"no {' and no '.join(missing)}" if missing else "these are not the numbers of one rank among others"
         raise BadInputError(
             f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. Remove what is left of "
             f"another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate launch or `python -m "
@@ -88,15 +101,25 @@ def check_told(environment: Mapping[str, str]) -> None:
         )
 
 
-def _is_of_a_rank(told: Mapping[str, str]) -> bool:
-    """Return whether the variables that are numbers go together."""
-    try:
-        numbers = {name: int(value) for name, value in told.items() if name not in NO_NUMBERS}
-    except ValueError:
-        return False
-    rank, ranks, local_rank = numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
+def _what_no_rank_is_told(told: Mapping[str, str]) -> str:
+    """Return which variables hold no number, or one that does not go with the others; empty where all is well."""
+    texts = {name: value for name, value in told.items() if name not in NO_NUMBERS}
+    for name, value in texts.items():
+        if not (value.isascii() and value.isdigit() and len(value) <= MOST_DIGITS):
+            return f"{name} should be a whole number from 0 on"
+    numbers = {name: int(value) for name, value in texts.items()}
+    ranks, rank = numbers["WORLD_SIZE"], numbers["RANK"]
     ranks_here = numbers.get("LOCAL_WORLD_SIZE", ranks)
-    return 0 <= local_rank <= rank < ranks and local_rank < ranks_here <= ranks and 0 < numbers["MASTER_PORT"] < 2**16
+    for name, least, most in (
+        ("WORLD_SIZE", 1, ranks),
+        ("RANK", 0, ranks - 1),
+        ("LOCAL_WORLD_SIZE", 1, ranks),
+        ("LOCAL_RANK", 0, min(ranks_here - 1, rank)),
+        ("MASTER_PORT", 1, LAST_PORT),
+    ):
+        if name in numbers and not least <= numbers[name] <= most:
+            return f"{name} should be from {least} to {max(least, most)}"
+    return ""
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 from accelerate.utils import recursively_apply
 from tabulate import tabulate
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE, INTERRUPTED_EXIT_CODE, refused_in_one_sentence
+from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
@@ -213,6 +213,8 @@ def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
     """Run a preflight of a run folder: what it measured beside what was planned, or why it refuses these devices."""
     if devices.count == 1 and not PARALLELISMS[parallel_on(own, devices)].is_single:
         return {"status": LEFT_OUT, "why": "needs two GPUs, and there is one"}
+    if missing := not_installed(["bitsandbytes"] if own.method.quantizes else []):
+        return {"status": LEFT_OUT, "why": missing}
     try:
         settings = fitting_settings(own, devices)
     except NoRoomError as too_large:
@@ -223,8 +225,6 @@ def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
         command = ["-m", "common.preflight", own.run_folder, "--json", file.name, "--seq-len", length]
         ended = run_process([*command, *(f"--{name}={value}" for name, value in settings.items())], limit_s)
         figures = Path(file.name).read_text(encoding="utf-8")
-    if ended.returncode == BAD_INPUT_EXIT_CODE:
-        return {"status": LEFT_OUT, "why": last_error(ended.stdout), "settings": settings}
     if ended.returncode != 0 or not figures:
         return {**not_done(ended, limit_s), "settings": settings}
     return judged(json.loads(figures))
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
-        BadInputError: the file cannot be written, or GPUs were asked for, and there are none.
+        BadInputError: the file cannot be written, no part would end, or GPUs were asked for, and there are none.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
     parser = OneSentenceParser(prog="python -m common.gpu_check", description=__doc__)
@@ -423,6 +423,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--only", choices=(MACHINE, *numbers, TESTS), help="one part, or the run folders of a technique"
     )
     options = parser.parse_args(arguments)
+    if not options.budget_s >= LEAST_S + END_S:  # so that nan is refused, too
+        raise BadInputError(
+            f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
+        )
     if not os.access(options.out.absolute().parent, os.W_OK):
         raise BadInputError(f"--out is {options.out}, but nothing can be written there: pass another file.")
     try:

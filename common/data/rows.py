@@ -1,4 +1,4 @@
-"""Rows, tokens and splits: what they are, what a task says about its rows, and where many of them are kept."""
+"""Rows, tokens and splits: what they are, and what a task says about its rows."""
 
 import json
 import re

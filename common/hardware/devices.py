@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,13 +85,38 @@ def cpu_name() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def visible_gpus(
+    names_by_uuid: Mapping[str, str], visible: str | None, slices_by_uuid: Mapping[str, Mapping[str, str]] | None = None
+) -> list[str]:
+    """Return the names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, as CUDA reads it.
+
+    An entry is a number in the order of the bus, the start of a UUID, or a MIG slice's UUID; what follows an entry that
+    is none of these is not seen. `slices_by_uuid` has the MIG slices of each GPU that is divided: a process sees one
+    slice, the first of those that it may, and nothing beside it. (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"; NVIDIA MIG User Guide, "Device Enumeration".)
+    """
+    slices_by_uuid = slices_by_uuid or {}
+    seen = {uuid: next(iter(slices_by_uuid.get(uuid, {}).values()), name) for uuid, name in names_by_uuid.items()}
+    of_slices = {uuid: name for slices in slices_by_uuid.values() for uuid, name in slices.items()}
+    entries = map(str, range(len(seen))) if visible is None else map(str.strip, visible.split(","))
+    chosen = []
+    for entry in entries:
+        if entry.isdecimal():
+            found = list(seen.values())[int(entry) : int(entry) + 1]
+        else:
+            found = [name for uuid, name in {**seen, **of_slices}.items() if entry and uuid.startswith(entry)]
+        if not found:
+            break
+        chosen += found
+    return next(([name] for name in chosen if name in of_slices.values()), chosen)
+
+
 def gpus() -> tuple[str, list[str]]:
     """Return the driver's version and the names of the visible NVIDIA GPUs.
 
-    NVML is asked, which makes no CUDA context, so that ranks can still fork. Where it lists other GPUs than a process
-    sees (`CUDA_VISIBLE_DEVICES`, GPUs that MIG divides), CUDA is asked in a process of its own; so it is in a container
-    without NVML, or without its package nvidia-ml-py: the driver's version is empty then. Both are empty on a machine
-    without an NVIDIA driver.
+    NVML is asked, which makes no CUDA context, so that ranks can still fork. In a container without NVML, or without
+    its package nvidia-ml-py, CUDA is asked in a process of its own; the driver's version is empty then. Both are empty
+    on a machine without an NVIDIA driver.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -101,23 +127,28 @@ def gpus() -> tuple[str, list[str]]:
         return "", list(_gpus_by_cuda(visible))
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        if visible is None and not any(map(_is_divided, handles)):
-            names = map(pynvml.nvmlDeviceGetName, handles)
-        else:
-            names = _gpus_by_cuda(visible)
-        return pynvml.nvmlSystemGetDriverVersion(), list(names)
+        names = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetName(handle) for handle in handles}
+        slices = {uuid: _slices(handle) for uuid, handle in zip(names, handles, strict=True)}
+        return pynvml.nvmlSystemGetDriverVersion(), visible_gpus(names, visible, slices)
     finally:
         pynvml.nvmlShutdown()
 
 
-def _is_divided(handle: Any) -> bool:
-    """Return whether a GPU is divided into MIG slices, of which a process sees one."""
+def _slices(handle: Any) -> dict[str, str]:
+    """Return the names of a GPU's MIG slices by their UUIDs; empty for a GPU that is not divided."""
     import pynvml
 
     try:
-        return pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_DISABLE
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_DISABLE:
+            return {}
     except pynvml.NVMLError:  # of a kind that cannot be divided
-        return False
+        return {}
+    found = {}
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(pynvml.NVMLError):  # a place that no slice takes
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            found[pynvml.nvmlDeviceGetUUID(part)] = pynvml.nvmlDeviceGetName(part)
+    return found
 
 
 @cache

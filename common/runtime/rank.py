@@ -98,7 +98,7 @@ def on_fewer(run: RunConfig, devices: int) -> str:
 
     A parallelism that one device cannot have gives way to the folder of its technique for one device.
     """
-    if devices == 1 and not (run.parallelism.replicates or run.parallelism.layers_in_turn):
+    if devices == 1 and not run.parallelism.replicates:
         return f"use a run folder of {run.goal.folder_for_one or run.method.folder_for_one}, which are for one"
     try:
         fewer = replace(run, devices=devices, nodes=1, link="")

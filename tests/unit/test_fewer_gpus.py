@@ -17,6 +17,7 @@ from common.runtime.rank import on_fewer
         ("2.6_full_finetuning_with_fsdp/run_2_a6000_48g_x4", 2, "torchrun --nproc_per_node 2"),
         ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", 1, "a run folder of 2.4_full"),
         ("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4", 2, "`python my_workflow"),
+        ("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4", 1, "a run folder of 2.4_full"),
         ("2.7_full_finetuning_with_pp/run_1_a6000_48g_x2", 1, "a run folder of 2.4_full"),
         ("3.1_text_classification/run_1_a100_80g_x2", 1, "my_workflow"),
     ],

@@ -340,18 +340,20 @@ def test_no_room_is_no_failure(out: Path, machine: Callable) -> None:
     assert code == 0
 
 
-def test_what_a_folder_needs_and_is_not_there_is_left_out(out: Path, machine: Callable) -> None:
-    """A preflight refuses in its own words; tests need pytest."""
-    machine(facts_of(H100), {"2.3": "import sys; print('error: bitsandbytes is not installed'); sys.exit(2)"})
-    with mock.patch.object(processes, "find_spec", lambda name: None if name == "pytest" else object()):
+def test_what_a_part_lacks_leaves_it_out_but_a_refusal_is_a_failure(out: Path, machine: Callable) -> None:
+    """What these settings ask for, a preflight is to take."""
+    machine(facts_of(H100), {"3.1": "import sys; print('error: no such shape'); sys.exit(2)"})
+    absent = ("pytest", "bitsandbytes")
+    with mock.patch.object(processes, "find_spec", lambda name: None if name in absent else object()):
         code, parts = outcome(out)
     check_told(parts, {
         "machine": (WORKS, "not installed: trl"),
         "2.3 QLoRA": (LEFT_OUT, "bitsandbytes is not installed"),
         "2.1 LoRA": (WORKS, ""),
+        "3.1 full": (FAILS, "no such shape"),
         "tests/gpu": (LEFT_OUT, "pip install pytest"),
     })  # fmt: skip
-    assert code == 0
+    assert code == 1
 
 
 @pytest.mark.parametrize(

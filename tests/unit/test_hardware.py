@@ -20,6 +20,7 @@ from common.hardware.devices import (
     find_gpu,
     gpu_of_device,
     gpus,
+    visible_gpus,
 )
 from common.records.store import environment
 
@@ -206,51 +207,78 @@ def test_the_catalogue_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
-def nvml(starts: bool, is_divided: int = 0) -> SimpleNamespace:
-    """A machine with a GPU, which may be divided into slices, as NVML tells of it; or one without NVML."""
+SLICES = {"GPU-x1": {"MIG-1": "a MIG 3g", "MIG-2": "a MIG 1g"}, "GPU-y1": {}}
+
+
+@pytest.mark.parametrize(
+    ("visible", "slices", "names"),
+    [
+        (None, None, ["a", "b", "c"]),
+        ("1,2", None, ["b", "c"]),
+        ("2", None, ["c"]),
+        ("", None, []),
+        ("7", None, []),
+        ("0,-1,2", None, ["a"]),
+        ("0,nonsense,2", None, ["a"]),
+        ("GPU-y", None, ["b"]),
+        ("1,GPU-x", None, ["b", "a"]),
+        # a MIG slice is the only GPU of its process
+        (None, SLICES, ["a MIG 3g"]),
+        ("MIG-2", SLICES, ["a MIG 1g"]),
+        ("MIG-1,MIG-2", SLICES, ["a MIG 3g"]),
+        ("1", SLICES, ["b"]),
+        ("0", SLICES, ["a MIG 3g"]),
+        ("MIG-7", SLICES, []),
+    ],
+)
+def test_only_gpus_that_cuda_may_see_are_counted(visible: str | None, slices: dict | None, names: list[str]) -> None:
+    assert visible_gpus({"GPU-x1": "a", "GPU-y1": "b", "GPU-z1": "c"}, visible, slices) == names
+
+
+def nvml(starts: bool) -> SimpleNamespace:
+    """A machine whose only GPU is divided into slices, as NVML tells of it; or one without NVML."""
 
     def start() -> None:
         if not starts:
             raise RuntimeError("no library")
 
+    def part(handle: str, number: int) -> str:
+        if number == 1:
+            raise RuntimeError("no slice there")
+        return f"MIG-{number}"
+
     return SimpleNamespace(
         __spec__="as if installed",
         NVML_DEVICE_MIG_DISABLE=0, NVMLError=RuntimeError, nvmlInit=start, nvmlShutdown=lambda: None,
         nvmlSystemGetDriverVersion=lambda: "580.1", nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda number: f"GPU-{number}", nvmlDeviceGetName=lambda handle: f"name of {handle}",
-        nvmlDeviceGetMigMode=lambda handle: (is_divided, is_divided),
+        nvmlDeviceGetHandleByIndex=lambda number: f"GPU-{number}", nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: f"name of {handle}", nvmlDeviceGetMigMode=lambda handle: (1, 1),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3, nvmlDeviceGetMigDeviceHandleByIndex=part,
     )  # fmt: skip
 
 
-def test_nvml_is_asked_where_it_lists_what_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slices_of_a_divided_gpu_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(starts=True))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus() == ("580.1", ["name of GPU-0"])
+    assert gpus() == ("580.1", ["name of MIG-0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    assert gpus() == ("580.1", ["name of MIG-2"])
 
 
-@pytest.mark.parametrize(
-    ("pynvml", "driver", "visible"),
-    [(nvml(starts=False), "", "1"), (None, "", "2"), (nvml(starts=True), "580.1", "3"),
-     (nvml(starts=True, is_divided=1), "580.1", None)],
-    ids=["no driver for it", "no package", "some are hidden", "one is divided"],
-)  # fmt: skip
-def test_otherwise_cuda_is_asked_in_another_process(
-    pynvml: SimpleNamespace | None, driver: str, visible: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pynvml", [nvml(starts=False), None], ids=["no driver for it", "no package"])
+def test_without_nvml_cuda_is_asked_in_another_process(
+    pynvml: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here it sees none; on a machine with a driver, whatever it prints is what is there."""
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     monkeypatch.setattr(devices, "CUDA_DRIVER", "libc.so.6")  # some library that loads
     printed = subprocess.CompletedProcess([], 0, "one\ntwo\n")
     monkeypatch.setattr(devices.subprocess, "run", lambda command, **_: printed)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    devices._gpus_by_cuda.cache_clear()
-    assert gpus() == (driver, ["one", "two"])
-    devices._gpus_by_cuda.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test")  # answers are kept by it
+    assert gpus() == ("", ["one", "two"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test, without a driver")
     monkeypatch.setattr(devices, "CUDA_DRIVER", "no such library")
-    assert gpus() == (driver, [])
-    devices._gpus_by_cuda.cache_clear()
+    assert gpus() == ("", [])
 
 
 def test_cuda_is_set_up_before_any_library_starts_it() -> None:

@@ -13,6 +13,7 @@ from common.base.command_line import BAD_INPUT_EXIT_CODE, ended_by_one_sentence,
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.base.torchrun import (
+    KEPT_S,
     MEETING_PLACE,
     MPI_SIZES,
     RUN_ID,
@@ -20,6 +21,7 @@ from common.base.torchrun import (
     TOLD_BY_TORCHRUN,
     check_told,
     folder_of_user,
+    meeting_file,
     nodes_command,
 )
 from common.checks import preflight
@@ -153,3 +155,19 @@ def test_the_folder_where_ranks_meet_is_this_users_alone(tmp_path: Path, monkeyp
         with pytest.raises(RunStoppedError, match="can be written by others"):
             folder_of_user()
         folder.unlink()
+
+
+def test_what_killed_processes_left_where_ranks_meet_goes_with_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = Path(meeting_file())
+    nobody = 2**22 + 1  # more than Linux counts processes to
+    left, new, live = (own.parent / f"{process}-29500" for process in (nobody, nobody + 1, os.getpid()))
+    for file, age_s in ((left, KEPT_S + 60), (new, 60), (live, KEPT_S + 60)):
+        file.touch()
+        os.utime(file, (file.stat().st_mtime - age_s,) * 2)
+    assert set(own.parent.iterdir()) == {own, left, new, live}
+    again = Path(meeting_file())
+    assert set(own.parent.iterdir()) == {own, again, new, live}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in (own, again)} == {0o600}
