@@ -5,6 +5,7 @@ CPU, and says nothing.
 """
 
 from collections import Counter
+from itertools import pairwise
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,7 +90,8 @@ def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: layers one by one, then what is left in the root.
 
-    What ranks hold parts of already (`load_parts`) stays where it is.
+    While a layer computes, the next one is gathered; in the backward pass the one before. What ranks hold parts of
+    already (`load_parts`) stays where it is.
     """
     about = {
         "mesh": mesh,
@@ -97,9 +99,13 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
     loaded = _set_aside(model)
-    for module in [*reversed(layers_of(model)), model]:  # a layer inside another one comes before it
+    layers = layers_of(model)
+    for module in [*reversed(layers), model]:  # a layer inside another one comes before it
         fully_shard(module, **about)
     _put_back(loaded)
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
     return model
 
 

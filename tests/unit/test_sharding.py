@@ -131,6 +131,8 @@ def test_a_layer_within_another_one_is_divided_first_and_counted_once(monkeypatc
     model, divided = toy(), Mock()
     outer, inner = model.model.layers
     outer.inside = inner
+    for layer in (outer, inner):
+        layer.set_modules_to_forward_prefetch = layer.set_modules_to_backward_prefetch = Mock()
     monkeypatch.setattr("common.training.fsdp.fully_shard", divided)
     shard(model, FSDP, Mock())
     assert [call.args[0] for call in divided.call_args_list] == [inner, outer, model]
