@@ -74,9 +74,8 @@ def test_without_room_the_quantized_base_judges_and_merging_is_done_all_the_same
     """As on a card that was chosen for 4 bits; the run says so."""
     place = tmp_path / "folder"
     shutil.copytree(QLORA, place, ignore=shutil.ignore_patterns("results", "records"))
-    utilities = place / "my_utils_qlora_finetuning.py"
-    text = utilities.read_text().replace('run.device == "cpu"', "False")
-    utilities.write_text(text.replace("read_memory(rank.device).total_gib", "0.0"))
+    workflow = place / "my_workflow_qlora_finetuning.py"
+    workflow.write_text(workflow.read_text().replace("has_room_for_plain(log.run, log.rank, model)", "False"))
     done = completed("python", "--independent_judge", "none", folder=place)
     assert "no room for unquantized models on this device" in done.output
     record = done.record
