@@ -241,7 +241,7 @@ LOSS = (
         "common/training/loop.py",
         "            self.schedule.step()\n        self.state.global_step += 1\n",
         "            self.schedule.step()\n            self.schedule.step()\n        self.state.global_step += 1\n",
-        _unit("training", "training_ends_after_validations_without_a_better_model"),
+        GOLDEN,
     ),
     Fault(
         "an early stop waits for one validation more",
