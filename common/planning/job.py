@@ -157,8 +157,8 @@ class Loop:
         logit_bytes: Bytes per logit at the highest moment of a loss that has a decoder's logits all at once (16 bits,
             fp32, shifted copies, log-probabilities, gradients, as the loop's libraries hold them); 0: they come in
             chunks of tokens.
-        autocasts: Under autocast, as the Trainer computes with `bf16` or `fp16`; else adapters compute in their own
-            format.
+        autocasts: Under autocast, as Transformers' Trainer computes with `bf16` or `fp16`; else adapters compute in
+            their own format.
         short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
         casts_adapter_inputs: Each adapter's input is cast to the adapter's fp32, as PEFT does it, and by autocast back.
         short_ends: Embeddings, norms and head of a quantized base keep the dtype in which they are loaded; PEFT's

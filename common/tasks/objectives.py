@@ -15,7 +15,7 @@ from common.data.batches import Collate
 from common.data.rows import IGNORED_LABEL, Tokens, labels_in
 
 VALIDATION_LOSS = "eval_mean_loss"
-"""The validation loss by its name in the Trainer's logs: a mean over all validation rows' answer tokens, or over what
+"""The validation loss by its name in the log history: a mean over all validation rows' answer tokens, or over what
 `Task.loss_per` says."""
 ACCURACY = "eval_accuracy"
 """The share of the validation rows whose label was found, or of pairs whose chosen answer has the higher reward."""
@@ -29,7 +29,7 @@ class Objective:
         collator: From tokenizer, model, and the run's settings.
         results: From logits and what each is to predict, what each row
             counts for: shape (rows, k); the sums make the metrics.
-        metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
+        metrics: From the sums of all rows' results, shape (k,): by name, as the log history has them.
         loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
             labels of the whole step.
         needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
@@ -56,8 +56,8 @@ class Objective:
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
     """Return the validation loss: mean over the predicted tokens of all rows, so the same at any batch and world size.
 
-    `sums` holds the sum of the losses and the number of tokens. (The Trainer's own `eval_loss` is a mean of batch
-    means: 0.4 % more on two ranks than on one, for the same model.)
+    `sums` holds the sum of the losses and the number of tokens. (The `eval_loss` of Transformers' Trainer is a mean of
+    batch means: 0.4 % more on two ranks than on one, for the same model.)
     """
     loss_sum, token_count = sums
     return {VALIDATION_LOSS: float(loss_sum / token_count)}

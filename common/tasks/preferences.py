@@ -32,7 +32,7 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
 
 MARGIN = "eval_margin"
-"""The mean of reward(chosen) - reward(rejected), by its name in the Trainer's logs."""
+"""The mean of reward(chosen) - reward(rejected), by its name in the log history."""
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 """TRL's names of a row's reference log-probabilities, where they were computed before training."""
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
