@@ -296,7 +296,8 @@ def test_loader_processes_change_no_loss(trained: Callable[..., TrainingLoop]) -
 def test_every_parallelism_takes_loader_processes_and_an_early_stop(parallel: str) -> None:
     needed = {"single": {}, "mp": {"stages": 2}, "pp": {"devices": 2, "micro_batches": 2},
               "tp": {"devices": 2, "task": "classification"}}.get(parallel, {"devices": 2})  # fmt: skip
-    RunConfig(technique="full", parallel=parallel, dataloader_num_workers=2, early_stopping_patience=2, **needed)
+    run = RunConfig(technique="full", parallel=parallel, dataloader_num_workers=2, early_stopping_patience=2, **needed)
+    assert (run.parallel, run.dataloader_num_workers, run.early_stopping_patience) == (parallel, 2, 2)
 
 
 @pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
