@@ -4,14 +4,14 @@
     python -m common.dry_run 2.1_lora_finetuning/run_1_a6000_48g_x1 --batch_size 4 --model llama-3.1-70b
 
 A fake tensor has a shape, a dtype and a storage of the right size, but no bytes: every operation of the step runs,
-and computes nothing. A mode counts the storages that are alive. Two small depths are run, and as every further layer
-adds the same, their bytes are extrapolated to all layers, segment by segment of the step. Of a model that is divided
-among devices each device's share is run alone: with pp by the real schedule, which sends nothing.
+and computes nothing. A mode counts the storages that are alive. Two small depths are run; as every further layer adds
+the same, they are extrapolated to all layers, segment by segment. Of a model that is divided among devices each
+device's share is run alone: with pp by the real schedule, which sends nothing.
 
-On a GPU PyTorch chooses other operations here and there than on a CPU, where this runs: dropout keeps a mask of one
-byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors, and
-TRL's head reads the answers' positions alone. The dry run of a run on a GPU does as a GPU does. What it cannot see: the
-CUDA context, gaps between allocated blocks, and what is being sent between devices.
+The dry run of a run on a GPU does as a GPU does where PyTorch chooses other operations there: dropout keeps a mask of
+one byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors,
+and TRL's head reads the answers' positions alone. What it cannot see: the CUDA context, gaps between allocated blocks,
+and what is being sent between devices.
 """
 
 from copy import deepcopy
@@ -25,7 +25,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
-from common.checks.fake_steps import fake_step
+from common.checks.fake_steps import WHOLE, fake_step
 from common.checks.folder_runs import run_of_folder
 from common.checks.optimizers import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
@@ -40,8 +40,9 @@ from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
 
 SMALL_DEPTHS = (2, 3)
+REAL_STEP = "or take the real step with `python -m common.preflight`"
+# what configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
-"""What configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
 def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[DryRun]:
     """Return a training step of `run` on a batch of the given shape, on fake tensors, extrapolated to all layers.
 
-    Of a run whose layers are divided there is one for each device, with the layers that the device map gives it; else
-    one stands for all. With `as_on_gpu` operations are those that a GPU chooses, else those of a CPU.
+    Of a run whose layers are divided there is one for each device; else one stands for all. With `as_on_gpu` operations
+    are those that a GPU chooses, else those of a CPU.
 
     Raises:
         BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
@@ -103,22 +104,16 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
 
 
 def check_can_be_faked(run: RunConfig) -> None:
-    """Refuse weights in 4 bits, and what is divided among ranks, before a model is looked for.
-
-    Raises:
-        BadInputError: with what to ask instead.
-    """
+    """Raise BadInputError for weights in 4 bits, and for what is divided among ranks."""
     if run.method.quantizes:
-        raise BadInputError(
-            f"technique is {run.technique}, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
-            f"`python -m common.planner --technique {run.technique}`, or take the real step with `python -m "
-            "common.preflight`."
-        )
-    if run.is_sharded or run.parallelism.splits_matrices:
-        raise BadInputError(
-            f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
-            f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
-        )
+        why = f"technique is {run.technique}, quantization {run.quantization}, but fake tensors cannot be quantized"
+        option = f"--technique {run.technique}"
+    elif run.is_sharded or run.parallelism.splits_matrices:
+        why = f"parallel is {run.parallel}, but fake tensors are not divided among ranks"
+        option = f"--parallel {run.parallel}"
+    else:
+        return
+    raise BadInputError(f"{why}: ask `python -m common.planner {option}`, {REAL_STEP}.")
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -127,15 +122,15 @@ def divides_layers(run: RunConfig) -> bool:
 
 
 def dry_run_of_device(
-    run: RunConfig, batch: BatchShape, share: Share | None = None, number: int = 0, as_on_gpu: bool = True
+    run: RunConfig, batch: BatchShape, share: Share = WHOLE, number: int = 0, as_on_gpu: bool = True
 ) -> DryRun:
-    """Return the training step of device `number`, which holds `share`; without one it holds the whole model."""
+    """Return the training step of device `number`, which holds `share` of the model."""
     config = any_shape_config(run.model, run.model_revision)
     if run.precision == "fp16-mixed":  # bf16 takes the same bytes, and needs no gradient scaler on a CPU
         run = replace(run, precision="bf16" if run.method.has_plain_adapters else "bf16-mixed")
     if batch.classes:
         config.num_labels = batch.classes
-    layers = sum(share.layers) if share else _depth(config.get_text_config())
+    layers = sum(share.layers) or _depth(config.get_text_config())
     depths = (layers,) if layers <= max(SMALL_DEPTHS) else SMALL_DEPTHS
     timelines = [fake_step(run, with_depth(config, depth), batch, as_on_gpu, share, number) for depth in depths]
     return DryRun(extrapolated(*timelines, layers) if len(timelines) > 1 else timelines[0])
@@ -156,7 +151,7 @@ def _depth(config: PretrainedConfig) -> int:
     if len(depths) != 1:
         raise BadInputError(
             f"The stacks of this {config.model_type} have {sorted(depths)} layers, but a dry run needs equal ones: ask "
-            "`python -m common.planner`, or take the real step with `python -m common.preflight`."
+            f"`python -m common.planner`, {REAL_STEP}."
         )
     return depths.pop()
 
@@ -164,14 +159,13 @@ def _depth(config: PretrainedConfig) -> int:
 def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
     if not config.is_encoder_decoder:
         return ("num_hidden_layers",)
-    known = (names for names in STACK_DEPTHS if all(hasattr(config, name) for name in names))
-    found = next(known, None)
-    if found is None:
-        raise BadInputError(
-            f"The config of this {config.model_type} does not say how many layers its stacks have, as "
-            f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
-        )
-    return found
+    for names in STACK_DEPTHS:
+        if all(hasattr(config, name) for name in names):
+            return names
+    raise BadInputError(
+        f"The config of this {config.model_type} does not say how many layers its stacks have, as "
+        f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
+    )
 
 
 def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
@@ -183,9 +177,6 @@ def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     return small
-
-
-# -- the command line
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
@@ -221,12 +212,10 @@ def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
         [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_gib(parts):.3f}"]
         for phase, (segment, parts) in device.phases().items()
     ]
-    return [
-        tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
-                 colalign=("left", "left", *["right"] * (len(PARTS) + 1))),
-        f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}; {on_top} come on "
-        "top",
-    ]  # fmt: skip
+    table = tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
+                     colalign=("left", "left", *["right"] * (len(PARTS) + 1)))  # fmt: skip
+    peak = f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}"
+    return [table, f"{peak}; {on_top} come on top"]
 
 
 def verdict(plan: Plan, number: int) -> str:

@@ -49,22 +49,17 @@ from common.training.part import Part
 from common.training.pipeline import PassClock, Pipeline, hidden_dtype
 from common.training.pipeline_parallel import Stage
 
+Model = PreTrainedModel | PeftModel
 WHOLE = Share(())  # both ends; the model says how many layers there are
 HEAD_AND_LOSS = "head and loss"
 
 
 def fake_step(
-    run: RunConfig,
-    config: PretrainedConfig,
-    batch: BatchShape,
-    as_on_gpu: bool,
-    share: Share | None = None,
-    number: int = 0,
+    run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on_gpu: bool, share: Share = WHOLE, number: int = 0
 ) -> Timeline:
     """Return the timeline of an optimizer step on fake tensors, with optimizer states from its start.
 
-    With `share` the step is that of device `number`, which holds all layers of `config` and the ends that `share` has;
-    without it one device holds the whole model.
+    It is that of device `number`, which holds all layers of `config` and the ends that `share` has.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
@@ -72,7 +67,7 @@ def fake_step(
     with mode:
         model.to_empty(device="cpu")
     _base_of(model).tie_weights()  # each is a tensor of its own now
-    if share:
+    if share is not WHOLE:
         keep_share(model, run, batch, share)
     inputs = {
         name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -81,15 +76,13 @@ def fake_step(
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     # of fake experts PyTorch's grouped product takes bf16 alone; Transformers' own stands in, which keeps the same
-    grouped_in_bf16 = mock.patch.object(
-        moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16
-    )
+    in_bf16 = mock.patch.object(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
     like_gpu = like_triton(batch.labelled) if as_on_gpu and batch.goal.compares else nullcontext()
-    with mode, no_row_is_packed, grouped_in_bf16, every_tile_counts(model, batch), like_gpu:
-        return tracked_step(run, model, inputs, as_on_gpu, share or WHOLE, number)
+    with mode, no_row_is_packed, in_bf16, every_tile_counts(model, batch), like_gpu:
+        return tracked_step(run, model, inputs, as_on_gpu, share, number)
 
 
-def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:
+def keep_share(model: Model, run: RunConfig, batch: BatchShape, share: Share) -> None:
     """Take out of the run's model the ends that `share` lacks; all its layers stay."""
     architecture = architecture_of_run(run, batch)
     stack = replace(architecture.stacks[0], layers=model.config.num_hidden_layers)
@@ -100,24 +93,23 @@ def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchS
     cut(_base_of(model), stage_map, len(before))
 
 
-def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
+def build_model(run: RunConfig, config: PretrainedConfig) -> Model:
     """Return the run's model with what it trains switched on, on the device of the context."""
     architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     return with_trained_weights(model, run)
 
 
-def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+def _base_of(model: Model) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager
-def every_tile_counts(model: PreTrainedModel | PeftModel, batch: BatchShape) -> Iterator[None]:
+def every_tile_counts(model: Model, batch: BatchShape) -> Iterator[None]:
     """Let a fake batch's pictures through a vision tower.
 
     Models of Idefics3's kind leave out tiles and patches that are padding, and compare the numbers of image tokens and
-    of tiles, none of which fake tensors tell. Where a picture's tiles are whole, as those of `batch` are, nothing is
-    left out, and patches need no mask.
+    of tiles, none of which fake tensors tell. Of whole tiles, as those of `batch`, nothing is left out or masked.
     """
     if not batch.tiles:
         yield
@@ -140,8 +132,7 @@ def every_tile_counts(model: PreTrainedModel | PeftModel, batch: BatchShape) -> 
 def like_triton(labelled: int) -> Iterator[None]:
     """Have TRL's head work on fake tensors as its Triton kernels do: within the tile, on positions with a label alone.
 
-    Which those are cannot be read from fake labels: they are the last `labelled` of each sequence. Of 16 bits CUDA adds
-    products to fp32 without copies.
+    Those are the last `labelled` of each sequence. Of 16 bits CUDA adds products to fp32 without copies.
     """
 
     def last(given: torch.Tensor) -> torch.Tensor:
@@ -183,14 +174,11 @@ class _Told(TorchFunctionMode):
 def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
     """Return a batch of real tensors: token 0 everywhere; padded batches have a mask with a hole.
 
-    With pictures a row begins with the tokens of its tiles, which are white. Pairs come with what the reference finds,
-    unless that is the model without its adapters.
+    With pictures a row begins with the tokens of its white tiles. Pairs come with what a reference of their own finds.
     """
     ids = torch.zeros((batch.sequences, batch.length), dtype=torch.long)
-    if batch.classes:
-        labels = torch.zeros(batch.rows, dtype=torch.long)
-    elif batch.target_length:
-        labels = torch.zeros((batch.rows, batch.target_length), dtype=torch.long)
+    if batch.classes or batch.target_length:
+        labels = ids.new_zeros(batch.rows if batch.classes else (batch.rows, batch.target_length))
     else:
         labels = torch.full_like(ids, IGNORED_LABEL)
         labels[:, batch.length - batch.labelled :] = 0
@@ -214,17 +202,12 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
 
 
 def tracked_step(
-    run: RunConfig,
-    model: PreTrainedModel | PeftModel,
-    inputs: dict[str, Any],
-    as_on_gpu: bool,
-    share: Share = WHOLE,
-    number: int = 0,
+    run: RunConfig, model: Model, inputs: dict[str, Any], as_on_gpu: bool, share: Share = WHOLE, number: int = 0
 ) -> Timeline:
     """Take an optimizer step on a CPU as training does; return its timeline.
 
-    Optimizer states are there before it, from an update without passes. `share` is the part of a divided model that
-    `model` holds, for device `number`; a stage of a pipeline sends and receives nothing.
+    Optimizer states are there before it, from an update without passes. `model` is what `share` says, for device
+    `number`; a stage of a pipeline sends and receives nothing.
     """
     tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
@@ -247,7 +230,12 @@ def tracked_step(
         if as_on_gpu:
             for group in part.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")
-        make_optimizer_states(part, tracker)
+        tracker.enter("load", "gradients")  # from nowhere: a step's passes for all micro-batches would take longer
+        for weight in part.model.parameters():
+            weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+        tracker.enter("load", "optimizer")
+        part.step()
+        part.forget_gradients()
         tracker.timeline.clear()
         take(part, inputs, tracker)
     return tracker.timeline
@@ -260,21 +248,8 @@ def on_cpu(run: RunConfig) -> RunConfig:
     return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto")
 
 
-def make_optimizer_states(part: Part, tracker: Watch) -> None:
-    """Update once, by gradients from nowhere: a step's passes for all micro-batches would take longer."""
-    tracker.enter("load", "gradients")
-    for weight in part.model.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.empty_like(weight)
-    tracker.enter("load", "optimizer")
-    part.step()
-    part.forget_gradients()
-
-
 @contextmanager
-def stage_alone(
-    run: RunConfig, model: PreTrainedModel | PeftModel, number: int, padded: bool, tracker: Watch
-) -> Iterator[Stage]:
+def stage_alone(run: RunConfig, model: Model, number: int, padded: bool, tracker: Watch) -> Iterator[Stage]:
     """Make `model` a stage of the run's pipeline without other stages; `tracker` is told when a pass begins."""
     alone, rank = on_cpu(run), Rank(number, run.devices, "cpu", "python")
     pipeline = Pipeline(model, alone, rank)
@@ -290,9 +265,8 @@ def stage_alone(
 
     pipeline.clock.timed = timed
     if not padded:  # that a mask is of ones alone cannot be read from a fake one
-        pipeline.register_forward_pre_hook(
-            lambda _, given, named: (given, {**named, "attention_mask": None}), with_kwargs=True
-        )
+        without_mask = {"attention_mask": None}
+        pipeline.register_forward_pre_hook(lambda _, given, named: (given, named | without_mask), with_kwargs=True)
     without_a_vote = mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _know_shapes, create=True)
     with fake_group(number, run.devices), without_a_vote:
         yield Stage(pipeline, alone, rank)
@@ -309,10 +283,7 @@ def _after_layers(share: Share) -> str:
 
 
 def loss_of_share(part: Part, inputs: dict[str, Any], share: Share) -> torch.Tensor:
-    """Return the loss, or without a head something in its place that can be back-propagated.
-
-    Hidden states and gradients of other devices come from nowhere.
-    """
+    """Return the loss, or in its place the sum of what is handed on; what other devices send comes from nowhere."""
     if not share.has_embeddings:  # a hidden state of shape (rows, tokens, hidden) from the device before
         base = _base_of(part.model)
         dtype = hidden_dtype(base, base.dtype, autocasts=part.run.precision != "fp32")
@@ -354,10 +325,7 @@ def take_stage_step(part: Stage, batch: dict[str, torch.Tensor], tracker: Watch)
 
 
 def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HEAD_AND_LOSS) -> None:
-    """Have the tracker enter a segment where a stack's first, middle and last layers begin, forward and backward.
-
-    A layer's `__call__` is wrapped, not its `forward`: gradient checkpointing happens inside it.
-    """
+    """Have the tracker enter a segment where a stack's first, middle and last layers begin, forward and backward."""
     stacks = {
         name.rpartition("model.")[2]: stack
         for name, stack in model.named_modules()

@@ -18,11 +18,7 @@ MICRO_BATCHES = 8  # with PP, unless `--micro_batches` says another number
 
 
 def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
-    """Return the folder's `run`, which is full fine-tuning, in another setting: every step has the same rows.
-
-    Raises:
-        BadInputError: there is no such technique or parallelism.
-    """
+    """Return the folder's `run`, which is full fine-tuning, in another setting: every step has the same rows."""
     check_choice("technique", technique, TECHNIQUES)
     check_choice("parallel", parallel, PARALLELISMS)
     changes: dict[str, object] = {"technique": technique, "parallel": parallel}
@@ -39,13 +35,13 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
 
 
 def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
-    """Return the same of a run folder, read from its literals: nothing of a workflow is imported."""
+    """Return the same of a run folder, read from its literals."""
     workflow = literal_file_of(folder)
     return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
 def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Sequence[str] = ()) -> RunConfig:
-    """Return the run that a folder's workflow would take with these arguments; nothing of the workflow is imported.
+    """Return the run that a folder's workflow would take with these arguments, without importing it.
 
     `folder` is named from here or from the repository's root, `further_options` are those that the caller has read.
 

@@ -26,7 +26,7 @@ def workflow_of(run: RunConfig) -> ModuleType:
     """Return the workflow that trains a run: of its folder, or of the first that trains so where it has none.
 
     Raises:
-        BadInputError: no workflow has the run's loop.
+        BadInputError: no folder trains so, or no workflow of the folder has the run's loop.
     """
     folder = REPOSITORY / run.run_folder if run.run_folder else folder_for(run)
     for workflow in map(import_workflow, workflows_of(folder)):
@@ -36,11 +36,7 @@ def workflow_of(run: RunConfig) -> ModuleType:
 
 
 def folder_for(run: RunConfig) -> Path:
-    """Return the first run folder whose workflow trains as a run does that has no folder of its own.
-
-    Raises:
-        BadInputError: there is none.
-    """
+    """Return the first run folder whose workflow trains as a run does that has no folder of its own."""
     for folder, own in run_folders().items():
         if own.task == run.task and workflow_does(own, run.technique, run.parallel):
             return folder
@@ -58,10 +54,7 @@ def trained_by_folder(
     tokenizer: PreTrainedTokenizerBase | None = None,
     placement: Placement | None = None,
 ) -> TrainingLoop:
-    """Call `train` of the run's own workflow with what it takes, and return its loop; called on every rank.
-
-    `data` may be tokens. With mp and pp `placement` says which stage holds which layers.
-    """
+    """Call `train` of the run's own workflow on every rank, with what it takes; return its loop."""
     run, rank = log.run, log.rank
     train = workflow_of(run).train
     given = {"log": log, "data": data, "tokenizer": tokenizer or load_tokenizer(run), "placement": placement}

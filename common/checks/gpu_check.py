@@ -3,12 +3,10 @@
     python -m common.gpu_check
     python -m common.gpu_check --only 2.6 --budget_s 600
 
-It looks at driver, cards, links and PyTorch's build; then `common.preflight` takes a few training steps of each run
-folder `run_0_...`, planned beside measured, with random weights of a real shape that has room by the plan (nothing is
-downloaded); then `tests/gpu` run in the time that is left. Each part is a process of its own, so that one that crashes
-does no harm to the next.
-`gpu_check.json` has what was found, and is written anew after each part: send it along with a report. It names no path,
-no host and no secret. Without a GPU the same runs on the CPU, with the embedded models.
+It looks at driver, cards, links and PyTorch's build; `common.preflight` then takes a few steps of each run folder
+`run_0_...`, planned beside measured, with random weights of a real shape that has room (nothing is downloaded); then
+`tests/gpu` run in the time that is left. `gpu_check.json` has what was found, after each part: send it along with a
+report. It names no path, no host and no secret. Without a GPU the same runs on the CPU, with the embedded models.
 
 Exit code 0: nothing fails; 1: something does; 2: the question is wrong.
 """
@@ -42,22 +40,19 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders, workflow_does
 from common.base.secrets import without_secrets
 from common.base.specs import PARALLELISMS
-from common.checks.processes import END_S, FAILS, LEFT_OUT, WORKS, failed, last_error, not_installed, run_process
+from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, WORKS, last_error, not_installed, run_process
 from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
 from common.planning.plans import plan_run
 from common.records.store import write_json
 
-SLOWER = "slower than planned"  # besides the statuses that all checks have
+SLOWER = "slower than planned"
 Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
 FindOut = Callable[[float], Record]  # what finds out about a part, in at most so many seconds
 
-SCHEMA_VERSION = 1
-# measured over planned time of a step, above which it is called slower. Nearly all published rates lie within this
-# factor of what the planner says of them (docs/published_rates.md): up to it the plan may be what is wrong
-SLOWER_FACTOR = 1.5
+SLOWER_FACTOR = 1.5  # measured over planned time; nearly all published rates are within it (docs/published_rates.md)
 LEAST_S = 30.0  # with fewer seconds left no part is begun: starting Python, PyTorch and two ranks takes most of them
-PART_S = 100.0  # a technique's part takes less than a minute where all is well; one that takes so long hangs
+PART_S = 100.0  # a folder takes less than a minute where all is well; one that takes so long hangs
 MOST_DEVICES = 8  # the smallest shape has 16 layers and a batch eight rows, which stages have to share
 ROWS, GPU_TOKENS, CPU_TOKENS = 8, 512, 64  # of a rank's batch, and of each row
 HEADERS = ("part", "status", "GiB\nplanned", "GiB\nmeasured", "s/step\nplanned", "s/step\nmeasured", "why")
@@ -80,50 +75,52 @@ class NoRoomError(Exception):
     """No shape of a technique has room on the card."""
 
 
-# -- a part in a process of its own
+def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
+    """Return the record of a process that did not do what it should, hung, or had only `limit_s` of the budget left."""
+    why, code = last_error(ended.stdout), ended.returncode
+    if code is None and limit_s < PART_S:
+        return left_out(f"the budget was over after {limit_s:.0f} s of it")
+    if code is None:
+        why = f"took longer than {limit_s:.0f} s; its last words: {why}"
+    elif code < 0:
+        why = f"killed by signal {-code}; its last words: {why}"
+    return {"status": FAILS, "why": why, "exit_code": code, "output": ended.stdout.splitlines()[-KEPT_LINES:]}
 
 
-def not_done(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
-    """Return the record of a part that failed, hung for `PART_S`, or had only `limit_s` left of the budget."""
-    if ended.returncode is None and limit_s < PART_S:
-        why = f"the budget was over after {limit_s:.0f} s of it: pass a larger --budget_s, or --only this part"
-        return {"status": LEFT_OUT, "why": why}
-    return failed(ended, limit_s)
-
-
-# -- the machine
+def left_out(why: str) -> Record:
+    """Return the record of a part for which the budget did not suffice."""
+    return {"status": LEFT_OUT, "why": f"{why}: pass a larger --budget_s, or --only this part"}
 
 
 def look_at_machine(limit_s: float) -> Record:
     """Look at driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
     ended = run_process(["-m", "common.checks.machine_facts"], limit_s)
     if ended.returncode != 0:
-        return not_done(ended, limit_s)
+        return failed(ended, limit_s)
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{")))
     wrong = what_is_wrong(facts)
-    return {"status": FAILS if wrong else WORKS, "why": wrong or _summary_of(facts), "facts": facts}
+    return {"status": FAILS if wrong else WORKS, "why": wrong or summary_of(facts), "facts": facts}
 
 
 def what_is_wrong(facts: Record) -> str:
     """Return why PyTorch cannot compute on the GPUs that there are; empty where it can, or there are none."""
-    torch, listed = facts["torch"], facts["listed_gpus"]
+    torch, count = facts["torch"], len(facts["listed_gpus"])
     if "error" in torch:
         return f"PyTorch cannot be imported: {torch['error']}"
-    if listed and torch["cuda"] is None:
+    if count and torch["cuda"] is None:
+        built = f"PyTorch {torch['version']} is built without CUDA: take the build for your driver from pytorch.org"
+        return f"the driver lists {count} GPU(s), but {built}"
+    if count > len(torch["cards"]):
         return (
-            f"the driver lists {len(listed)} GPU(s), but PyTorch {torch['version']} is built without CUDA: take the "
-            "build for your driver from pytorch.org"
-        )
-    if len(listed) > len(torch["cards"]):
-        return (
-            f"the driver {facts['driver']} lists {len(listed)} GPU(s), but PyTorch {torch['version']} can use "
+            f"the driver {facts['driver']} lists {count} GPU(s), but PyTorch {torch['version']} can use "
             f"{len(torch['cards'])}: its CUDA {torch['cuda']} may be newer than the one that `nvidia-smi` says"
         )
     return "; ".join(f"cuda:{number}: {card['error']}" for number, card in enumerate(torch["cards"]) if card["error"])
 
 
-def _summary_of(facts: Record) -> str:
+def summary_of(facts: Record) -> str:
+    """Return cards, driver, build and missing packages, in a line."""
     torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
     said = [
@@ -133,9 +130,6 @@ def _summary_of(facts: Record) -> str:
         f"not installed: {', '.join(missing)}" if missing else "",
     ]
     return "; ".join(filter(None, said))
-
-
-# -- a run folder's steps
 
 
 @dataclass(frozen=True)
@@ -172,21 +166,17 @@ def batch_on(own: RunConfig, devices: Devices) -> tuple[int, int]:
 
 
 def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
-    """Return what a folder's run on these devices has unlike its `own`.
+    """Return what a folder's run on these devices has unlike its `own`: on CPU its model, on GPUs the largest shape.
 
-    On GPUs it has the largest shape that the planner gives room to spare, on CPU its folder's model. Whole models are
-    saved and read again, and parts of models are made on the host: of those it is the smallest shape.
+    That is the largest that the planner gives room to spare; of whole models, which are saved and read again, and whose
+    parts are made on the host, it is the smallest.
 
     Raises:
         NoRoomError: not even the smallest shape fits.
     """
     rows, tokens = batch_on(own, devices)
-    settings: dict[str, object] = {
-        "per_device_train_batch_size": rows,
-        "per_device_eval_batch_size": rows,
-        "report_to": "none",
-        "independent_judge": "none",
-    }
+    settings: dict[str, object] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), rows)
+    settings |= {"report_to": "none", "independent_judge": "none"}
     if devices.card is None:
         return settings
     parallel = parallel_on(own, devices)
@@ -226,7 +216,7 @@ def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
         ended = run_process([*command, *(f"--{name}={value}" for name, value in settings.items())], limit_s)
         figures = Path(file.name).read_text(encoding="utf-8")
     if ended.returncode != 0 or not figures:
-        return {**not_done(ended, limit_s), "settings": settings}
+        return {**failed(ended, limit_s), "settings": settings}
     return judged(json.loads(figures))
 
 
@@ -249,15 +239,11 @@ def judged(figures: Record) -> Record:
     }
 
 
-# -- tests/gpu
-
-
 def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS, NOT_SHARED)) -> Record:
     """Run the tests of GPUs (on CPU their rehearsal): how many passed, failed and were skipped, and which failed."""
     if missing := not_installed(TEST_PACKAGES):
         return {"status": LEFT_OUT, "why": missing}
-    rehearsed = ["--rehearse"] if kind == "cpu" else []
-    ended = run_process(["-m", "pytest", "-q", *tests, *rehearsed], limit_s)
+    ended = run_process(["-m", "pytest", "-q", *tests, *["--rehearse"] * (kind == "cpu")], limit_s)
     counts = counts_of(ended.stdout)
     named = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
@@ -266,7 +252,7 @@ def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS, NOT_SHAR
     said += [name.rpartition("::")[2] for name in named]
     record = {"why": "; ".join(said), "counts": counts, "failed_tests": named}
     if named or ended.returncode not in (0, None):
-        return {**failed(ended, limit_s), **record}
+        return {**failed(ended, limit_s), **record, "status": FAILS}
     return {**record, "status": WORKS if "passed" in counts and ended.returncode == 0 else LEFT_OUT}
 
 
@@ -274,9 +260,6 @@ def counts_of(output: str) -> dict[str, int]:
     """Read pytest's last line, such as `3 passed, 1 skipped in 12.34s`; empty where there is none."""
     last = re.findall(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", output, re.MULTILINE)
     return {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", last[-1])} if last else {}
-
-
-# -- all parts
 
 
 def without_places(record: Record) -> Record:
@@ -289,8 +272,7 @@ def _without_places(text: str) -> str:
     for place in (REPOSITORY, Path(tempfile.gettempdir()), Path.home()):
         if place.parent != place:
             text = text.replace(f"{place}/", "")
-    text = ABSOLUTE.sub("", text)
-    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", text)
+    return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", ABSOLUTE.sub("", text))
 
 
 def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
@@ -298,8 +280,7 @@ def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
     start_s = time.monotonic()
     left_s = deadline_s - start_s - END_S
     if left_s < LEAST_S:
-        left = f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed"
-        found: Record = {"status": LEFT_OUT, "why": f"{left}: pass a larger --budget_s, or --only this part"}
+        found = left_out(f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed")
     else:
         print(f"{name} ...", flush=True)
         try:
@@ -307,7 +288,7 @@ def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
         except Exception as error:  # the next part has nothing to do with it
             found = {"status": FAILS, "why": f"{type(error).__name__}: {error}"}
         print(f"{name}: {found['status']}, {time.monotonic() - start_s:.0f} s", flush=True)
-    return {"part": name, **found, "seconds": round(time.monotonic() - start_s, 1)}
+    return without_places({"part": name, **found, "seconds": round(time.monotonic() - start_s, 1)})
 
 
 def tried_folders() -> list[RunConfig]:
@@ -321,42 +302,24 @@ def parts_for(devices: Devices) -> dict[str, FindOut]:
     for own in tried_folders():
         parallelism = PARALLELISMS[parallel_on(own, devices)]
         shared = "" if parallelism.is_single else f", {parallelism.label}"
-        parts[f"{number_of(own)} {own.method.short}{shared}"] = partial(try_folder, own, devices)
+        parts[f"{own.run_folder.partition('_')[0]} {own.method.short}{shared}"] = partial(try_folder, own, devices)
     return {**parts, TESTS: partial(run_tests, "cuda")} if devices.card else parts
 
 
-def number_of(own: RunConfig) -> str:
-    """Return a run folder's technique by its number, such as `2.6`."""
-    return own.run_folder.partition("_")[0]
-
-
-def kind_to_use(asked: str | None, machine: Record) -> str:
-    """Return the kind of device to try techniques on: what was asked for, else GPUs where there are any.
-
-    Raises:
-        BadInputError: GPUs were asked for, and there are none.
-    """
+def check(options: argparse.Namespace) -> list[Record]:
+    """Find out all parts that are asked for; after each of them the file is written anew. Return their records."""
+    deadline_s = time.monotonic() + options.budget_s
+    machine = find_out(MACHINE, look_at_machine, deadline_s)
     facts = machine.get("facts")
     may_have_gpus = facts is None or bool(facts["listed_gpus"] or facts["torch"]["cards"])
-    if asked == "cuda" and not may_have_gpus:
+    if options.device == "cuda" and not may_have_gpus:
         raise BadInputError(
             "--device is cuda, but no GPU can be seen: `nvidia-smi` should list it; leave --device out, or pass cpu."
         )
-    return asked or ("cuda" if may_have_gpus else "cpu")
-
-
-def check(options: argparse.Namespace) -> list[Record]:
-    """Find out all parts that are asked for; after each of them the file is written anew. Return their records.
-
-    Raises:
-        BadInputError: GPUs were asked for, and there are none.
-    """
-    deadline_s = time.monotonic() + options.budget_s
-    machine = find_out(MACHINE, look_at_machine, deadline_s)
-    kind = kind_to_use(options.device, machine)
-    records = [without_places(machine)]
+    kind = options.device or ("cuda" if may_have_gpus else "cpu")
+    records = [machine]
     report: Record = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": 1,
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "budget_s": options.budget_s,
         "device": kind,
@@ -364,69 +327,49 @@ def check(options: argparse.Namespace) -> list[Record]:
         "parts": records,
     }
     write_json(report, options.out)
-    print(records[0]["why"])
+    print(machine["why"])
     parts = {}
     if kind == "cpu":
         print("on CPU: the same steps with the embedded models, and two processes where there would be two GPUs")
         parts = parts_for(Devices())
     elif machine["status"] == WORKS:
-        parts = parts_for(gpus_of(machine["facts"]))
+        parts = parts_for(gpus_of(facts))
     elif machine["status"] == FAILS:
         print("the GPUs cannot be used; --device cpu tries the run folders without them")
     for name, call in parts.items():
         if options.only in (None, name.split()[0]):
-            records.append(without_places(find_out(name, call, deadline_s)))
+            records.append(find_out(name, call, deadline_s))
             write_json(report, options.out)
     report["is_complete"] = True
     write_json(report, options.out)
     return records
 
 
-# -- the answer
-
-
 def table(records: Sequence[Record]) -> str:
     """Return the parts, with what was planned beside what was measured, 100 columns wide."""
-    rows = [
-        [
-            record["part"],
-            record["status"],
-            *("" if record.get(name) is None else format(record[name], form) for name, form in MEASURED.items()),
-            record["why"],
-        ]
-        for record in records
-    ]
+    rows = []
+    for record in records:
+        figures = ["" if record.get(name) is None else format(record[name], form) for name, form in MEASURED.items()]
+        rows.append([record["part"], record["status"], *figures, record["why"]])
     rule = ["-" * width for width in COLUMN_WIDTHS]  # as a row: tabulate would make room beside its own headers
-    return tabulate(
-        [HEADERS, rule, *rows],
-        tablefmt="plain",
-        colalign=("left", "left", *["right"] * len(MEASURED), "left"),
-        disable_numparse=True,
-        maxcolwidths=list(COLUMN_WIDTHS),
-    )
+    look = {"tablefmt": "plain", "disable_numparse": True, "maxcolwidths": list(COLUMN_WIDTHS)}
+    return tabulate([HEADERS, rule, *rows], colalign=["left", "left", *["right"] * len(MEASURED), "left"], **look)
 
 
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        BadInputError: the file cannot be written, no part would end, or GPUs were asked for, and there are none.
-    """
+    """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
     parser = OneSentenceParser(prog="python -m common.gpu_check", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file")
     parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all")
-    numbers = dict.fromkeys(map(number_of, tried_folders()))
-    parser.add_argument(
-        "--only", choices=(MACHINE, *numbers, TESTS), help="one part, or the run folders of a technique"
-    )
+    choices = (MACHINE, *dict.fromkeys(own.run_folder.partition("_")[0] for own in tried_folders()), TESTS)
+    parser.add_argument("--only", choices=choices, help="one part, or the run folders of a technique")
     options = parser.parse_args(arguments)
-    if not options.budget_s >= LEAST_S + END_S:  # so that nan is refused, too
-        raise BadInputError(
-            f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
-        )
+    least_s = LEAST_S + END_S
+    if not options.budget_s >= least_s:  # so that nan is refused, too
+        raise BadInputError(f"--budget_s is {options.budget_s:g}, but must be at least {least_s:g} for a part to end.")
     if not os.access(options.out.absolute().parent, os.W_OK):
         raise BadInputError(f"--out is {options.out}, but nothing can be written there: pass another file.")
     try:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -48,8 +49,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
     """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
 
     Returns:
-        The run, with defaults changed that cannot work with its model (`suited_to_model`), and the rows that are
-        validated and answered at once as its plan chose them.
+        The run as `check_settings` does, with the rows that its plan chose to validate and answer at once.
 
     Raises:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
@@ -57,8 +57,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
     run = check_settings(run)
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     check_training_rows(run, splits.train)
-    results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
-    if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
+    if not (run.resume_from_checkpoint or may_be_restarted_in(results_of(run))):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), digests_of(splits))
@@ -76,36 +75,26 @@ def check_settings(run: RunConfig) -> RunConfig:
     Raises:
         BadInputError: what is unknown, missing or malformed.
     """
-    check_folder(run)
-    check_results_folder(run)
-    check_gpus(run)
-    check_threads(run)
-    check_attention(run)
-    check_bitsandbytes(run)
-    check_compiler(run)
-    if run.goal.is_judged and run.independent_judge == "minilm":
-        check_minilm("independent_judge is minilm", "--independent_judge none")
-    check_trackers(run)
-    check_optimizer(run)
-    check_schedule_name(run)
+    first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
+             check_compiler, check_judge, check_trackers, check_optimizer, check_schedule_name)  # fmt: skip
+    for check in first:
+        check(run)
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
-    check_targets(run)
-    check_quantizable(run)
-    check_liger(run)
-    _check_parallelism(run)
-    _check_pairs(run)
-    check_weights(run)
+    for check in (check_targets, check_quantizable, check_liger, _check_parallelism, _check_pairs, check_weights):
+        check(run)
     return run
 
 
-def check_trackers(run: RunConfig) -> None:
-    """Check that each experiment tracker is one that Transformers knows, and is installed.
+def check_judge(run: RunConfig) -> None:
+    """Raise BadInputError where the judge of the run's answers is not here."""
+    if run.goal.is_judged and run.independent_judge == "minilm":
+        check_minilm("independent_judge is minilm", "--independent_judge none")
 
-    Raises:
-        BadInputError: with the one that is not.
-    """
+
+def check_trackers(run: RunConfig) -> None:
+    """Raise BadInputError unless Transformers knows each experiment tracker, and it is installed."""
     from transformers.integrations.integration_utils import (
         INTEGRATION_TO_CALLBACK,
         get_available_reporting_integrations,
@@ -115,45 +104,30 @@ def check_trackers(run: RunConfig) -> None:
     for tracker in trackers:
         check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
         if tracker not in INTEGRATION_TO_CALLBACK and len(trackers) > 1:
-            raise BadInputError(
-                f"report_to is {run.report_to}, but {tracker} cannot be combined with others: pass it alone, or leave "
-                "it out."
-            )
+            raise BadInputError(f"report_to is {run.report_to}, but {tracker} cannot be combined: pass it alone.")
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
 
 
 def check_threads(run: RunConfig) -> None:
-    """Check that a CPU run asks for no more threads than this machine has; one thread a device is always granted.
-
-    Raises:
-        BadInputError: with how many each device may have.
-    """
-    ranks_here = run.ranks_per_node
-    if run.threads > threads_per_rank(ranks_here):
+    """Raise BadInputError where a CPU run asks for more threads than this machine has, or one for each device."""
+    ranks_here, most = run.ranks_per_node, threads_per_rank(run.ranks_per_node)
+    if run.threads > most:
         raise BadInputError(
             f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "
-            f"pass --threads {threads_per_rank(ranks_here)}."
+            f"pass --threads {most}."
         )
 
 
 def check_weights(run: RunConfig) -> None:
-    """Check that the files of the run's pretrained model hold all that it needs, by their headers.
-
-    Raises:
-        BadInputError: as `check_weight_files`.
-    """
+    """Raise BadInputError unless the files of a pretrained model hold all that it needs, by their headers."""
     if run.weights == "pretrained":
         config = any_shape_config(run.model, run.model_revision)
         check_weight_files(run, check_model(run.model, run.model_revision), model_class(run, config), config)
 
 
 def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
-    """Check that there is a training row for each rank, or part that ranks draw from, and a schedule over their steps.
-
-    Raises:
-        BadInputError: there are too few, or the learning rate's schedule cannot be followed.
-    """
+    """Raise BadInputError unless each rank, or partition, has a training row, and the schedule can be followed."""
     if len(rows) < run.partition_count:
         parts = f"{run.partition_count} {'partitions' if run.partitions else 'ranks'}"
         raise BadInputError(f"There are {len(rows)} training rows for {parts}: give each at least one.")
@@ -170,7 +144,6 @@ def _check_parallelism(run: RunConfig) -> None:
 
 
 def _check_pairs(run: RunConfig) -> None:
-    """Refuse what DPO's loss cannot have: adapters of the head, whose own weights it reads, and dropout."""
     if not (run.goal.compares and run.method.has_adapters):
         return
     if "lm_head" in run.target_names:
@@ -185,13 +158,14 @@ def _check_pairs(run: RunConfig) -> None:
         )
 
 
-def check_results_folder(run: RunConfig) -> None:
-    """Check that results can be written, and go into no folder that a run has not made.
+def results_of(run: RunConfig) -> Path:
+    """Return the folder that takes the run's results when it starts here."""
+    return run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
 
-    Raises:
-        BadInputError: with the folder, and the reason.
-    """
-    results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
+
+def check_results_folder(run: RunConfig) -> None:
+    """Raise BadInputError unless results can be written, and go into no folder that no run has made."""
+    results = results_of(run)
     folder = results.parent
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     try:
@@ -204,11 +178,7 @@ def check_results_folder(run: RunConfig) -> None:
 
 
 def check_folder(run: RunConfig) -> None:
-    """Check that the workflow of the run folder does what is asked: it would do its own all the same.
-
-    Raises:
-        BadInputError: with both tasks, techniques, parallelisms or loops.
-    """
+    """Raise BadInputError unless the workflow of the run folder does what is asked, as it would do its own."""
     if not run.run_folder:
         return
     own = literal_of(REPOSITORY / run.run_folder)
@@ -233,15 +203,9 @@ def check_folder(run: RunConfig) -> None:
     )
 
 
-# -- the disk
-
-
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a run writes: full states and best weights, so many at the same time, and at its end models, in bytes.
-
-    Records, logs and pictures, which are small, are left out.
-    """
+    """What a run writes: so many full states and best weights at the same time, and at its end models, in bytes."""
 
     checkpoint: CheckpointSize
     full_states: int
@@ -251,19 +215,12 @@ class DiskNeed:
     @property
     def total_bytes(self) -> int:
         """The most that is there at the same time."""
-        return (
-            self.full_states * self.checkpoint.state_bytes
-            + self.best_weights * self.checkpoint.weights_bytes
-            + self.models_bytes
-        )
+        states, weights = self.checkpoint.state_bytes, self.checkpoint.weights_bytes
+        return self.full_states * states + self.best_weights * weights + self.models_bytes
 
 
 def disk_need(run: RunConfig) -> DiskNeed:
-    """Return what `run` writes, by the shape of its model.
-
-    Raises:
-        BadInputError: no shape is known of the model, or it has no such target modules.
-    """
+    """Return what `run` writes, by the shape of its model, but for records, logs and pictures, which are small."""
     model = model_without_weights(run)
     models_bytes = run.method.merged_models * sum(weight.nbytes for weight in model.parameters())
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
@@ -271,26 +228,18 @@ def disk_need(run: RunConfig) -> DiskNeed:
     size = checkpoint_size(run, model.parameters())
     if run.method.has_adapters:  # they are saved beside the merged model
         models_bytes += size.weights_bytes
-    return DiskNeed(
-        size,
-        _at_once(run.save_steps, run, MOST_FULL_STATES),
-        _at_once(run.eval_steps, run, MOST_BEST_WEIGHTS),
-        models_bytes,
-    )
 
+    def at_once(interval: float, most: int) -> int:
+        """Return how many of the checkpoints after each `interval` steps (0 = unknown) are there at once."""
+        steps = 1 if interval < 1 else run.max_steps  # the interval is a share of all, or their number may be known
+        return min(most, math.ceil(steps / interval)) if interval and steps > 0 else most
 
-def _at_once(interval: float, run: RunConfig, most: int) -> int:
-    """Return how many of the checkpoints after each `interval` steps (0 = unknown) are there at once, up to `most`."""
-    steps = 1 if interval < 1 else run.max_steps  # the interval is a share of all, or their number may be known
-    return min(most, math.ceil(steps / interval)) if interval and steps > 0 else most
+    states, weights = at_once(run.save_steps, MOST_FULL_STATES), at_once(run.eval_steps, MOST_BEST_WEIGHTS)
+    return DiskNeed(size, states, weights, models_bytes)
 
 
 def check_disk(run: RunConfig) -> None:
-    """Check that the disk of the run's results can hold its checkpoints and models.
-
-    Raises:
-        BadInputError: with what it needs, what is free, and what takes less; or the model has no such target modules.
-    """
+    """Raise BadInputError unless the disk of the run's results can hold its checkpoints and models."""
     need = disk_need(run)
     there = next(each for each in run.results_folder("any").parents if each.exists())
     free = shutil.disk_usage(there).free
@@ -306,12 +255,8 @@ def check_disk(run: RunConfig) -> None:
 
 
 def check_room_to_save(run: RunConfig) -> None:
-    """Check that the folder for temporary files has room for one model, which a preflight saves; an adapter is small.
-
-    Raises:
-        BadInputError: with its size and what is free.
-    """
-    if run.method.has_adapters:
+    """Raise BadInputError unless the folder for temporary files has room for the model that a preflight saves."""
+    if run.method.has_adapters:  # which are small
         return
     folder, size = tempfile.gettempdir(), sum(weight.nbytes for weight in model_without_weights(run).parameters())
     free = shutil.disk_usage(folder).free

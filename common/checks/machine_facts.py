@@ -1,7 +1,7 @@
 """What a machine has to train with, as JSON: `python -m common.checks.machine_facts`.
 
-It starts CUDA on every GPU that it sees, and so is a process of its own: the memory that CUDA takes goes with it, and a
-driver that crashes takes nothing else down. Nothing that it says names the machine, its users or their folders.
+It starts CUDA on every GPU, and so is a process of its own, whose memory goes with it and which alone may crash.
+Nothing that it says names the machine, its users or their folders.
 """
 
 import json
@@ -68,22 +68,18 @@ def torch_facts() -> dict[str, Any]:
         "built_for": torch.cuda.get_arch_list(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else None,
         "cards": [card_facts(torch, number) for number in range(count)],
-        "peer_access": [
-            [one, other]
-            for one, other in permutations(range(count), 2)
-            if torch.cuda.can_device_access_peer(one, other)
-        ],
+        "peer_access": [[*pair] for pair in permutations(range(count), 2) if torch.cuda.can_device_access_peer(*pair)],
     }
 
 
 def card_facts(torch: ModuleType, number: int) -> dict[str, Any]:
     """Return one card: its memory in GiB, what it can do, and the error where this build does not compute on it."""
     properties = torch.cuda.get_device_properties(number)
-    free_gib = None
+    error = free_gib = None
     try:
         ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=f"cuda:{number}")
-        is_right = (ones @ ones).eq(PRODUCT_SIZE).all().item()
-        error = None if is_right else "a product of two matrices was wrong"
+        if not (ones @ ones).eq(PRODUCT_SIZE).all():
+            error = "a product of two matrices was wrong"
         free_gib = torch.cuda.mem_get_info(number)[0] / GIB
     except RuntimeError as failure:  # no kernel for this card, a card that another process has alone, ...
         error = str(failure).splitlines()[0]

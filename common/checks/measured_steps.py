@@ -13,7 +13,8 @@ from statistics import median
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
+from typing_extensions import override
 
 from common.base.command_line import SPEAK_FIRST_S
 from common.base.run_config import RunConfig
@@ -40,23 +41,18 @@ STEPS = 3  # of the optimizer; the first one also warms up, so that the last two
 
 @dataclass(eq=False)
 class StepClock(TrainerCallback):
-    """Notes when each optimizer step ended; `devices` (`cpu`, `cuda:0`) are waited for before the clock is read.
-
-    `begin` is called once everything is built, before the first step.
-    """
+    """Notes when each optimizer step ended, having waited for `devices`; `begin` is called before the first one."""
 
     devices: Sequence[str]
     begin: Callable[[], object] = lambda: None
     ends_s: list[float] = field(default_factory=list)
 
+    @override
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Tell of it."""
         self.begin()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Note the time."""
+    @override
+    def on_step_end(self, *_: object, **__: object) -> None:
         for device in self.devices:
             if device != "cpu":
                 torch.accelerator.synchronize(device)
@@ -72,8 +68,7 @@ class StepClock(TrainerCallback):
 class Measured:
     """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
 
-    `peak_gib` is that of the training steps. `logit_difference` is the largest absolute one between what was trained
-    and what was reloaded: on the first rank that knows the trained model's, or on all that share one; others have 0.
+    `peak_gib` is that of the training steps; `logit_difference` as `save_and_reload` returns it.
     """
 
     rank: int
@@ -101,7 +96,7 @@ class Taken:
 def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
     """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out.
 
-    What it yields is complete once it has ended. Peaks of memory are those of the phase; on CPU of the process.
+    What it yields is complete once it has ended.
     """
     start_s, taken = time.perf_counter(), Taken()
     for device in rank.devices:
@@ -115,11 +110,8 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
             time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
         memories = {device: read_memory(device) for device in rank.devices}
         device, memory = max(memories.items(), key=lambda pair: pair[1].peak_gib / pair[1].total_gib)
-        print(
-            f"error: {name}: out of memory on {device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
-            f"allocated; {remedy}.",
-            file=sys.stderr,
-        )
+        of = f"{memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB allocated"
+        print(f"error: {name}: out of memory on {device}, {of}; {remedy}.", file=sys.stderr)
         sys.exit(1)
     taken.time_s = time.perf_counter() - start_s
     taken.peaks_gib = [read_memory(device).peak_gib for device in rank.devices]
@@ -146,7 +138,7 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
 
 
 def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder: Path) -> list[Measured]:
-    """Build, train, validate, save and reload on this rank's devices; `folder` takes what is saved, of all ranks.
+    """Build, train, validate, save, reload and answer on this rank's devices; `folder` takes what all ranks save.
 
     Raises:
         SystemExit: memory ran out; the sentence has been said.
@@ -191,11 +183,8 @@ def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder
 def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> float:
     """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
 
-    On the first rank that knows the trained model's, or on all that share one. The trained model is freed, so that a
-    device holds one model at a time.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
+    It is known on the first rank that knows the trained model's logits, or on all that share one; others return 0. The
+    trained model is freed, so that a device holds one model at a time.
     """
     run, rank = loop.run, loop.rank
     batch, expected, compares = save_and_free(loop, folder)
@@ -207,10 +196,7 @@ def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> f
 
 @torch.no_grad()
 def answer_one_batch(run: RunConfig, rows: Rows, placement: Placement, rank: Rank) -> None:
-    """Answer (summarize, label) as many of the longest rows as the run does at once, with the base as it loads it.
-
-    The base and the independent judge compare the answers, as they do before training.
-    """
+    """Answer (summarize, label) as many of the longest rows as the run does at once, and judge, as before training."""
     model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(placement, rank)), load_tokenizer(run)
     answered = list(islice(cycle(rows.validation), answered_at_once(run, rows, answering_stages(run))))
     readable = longest_readable(model.config)

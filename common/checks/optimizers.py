@@ -12,18 +12,12 @@ from common.training.optimizers import make_schedule, optimizer_class, training_
 
 OTHER_OPTIMIZERS = f"Choose another one, such as {', '.join(SHARDED_OPTIMIZERS)}."
 OTHER_SCHEDULES = "Choose another one, such as cosine, linear or constant_with_warmup."
+# of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages
 WIDTH = 320
-"""Of a square of weights: of fewer than 4,096 bitsandbytes' states have 32 bits, and of fewer than 100,000 no pages."""
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Refuse an optimizer that Transformers does not know, or that cannot be built, or work, in this run.
-
-    It is built for a square of weights, and on the CPU takes a step.
-
-    Raises:
-        BadInputError: with the reason, and the names of some that can.
-    """
+    """Raise BadInputError unless Transformers knows the optimizer, and it can be built and, on a CPU, takes a step."""
     check_choice("optim", run.optim, [each.value for each in OptimizerNames])
     if run.optim in SHARDED_OPTIMIZERS:  # PyTorch's own
         return
@@ -32,13 +26,9 @@ def check_optimizer(run: RunConfig) -> None:
     with reading(what, OTHER_OPTIMIZERS, "built"):
         kind, settings = optimizer_class(weights, run)
     if "model" in settings or "optimizer_dict" in settings:
-        raise BadInputError(
-            f"{what} takes its steps in the backward pass, before gradients are checked and clipped. {OTHER_OPTIMIZERS}"
-        )
+        raise BadInputError(f"{what} takes its steps in the backward pass, before clipping. {OTHER_OPTIMIZERS}")
     if hasattr(kind, "train"):
-        raise BadInputError(
-            f"{what} has weights to train and others to validate by, which the loop does not switch. {OTHER_OPTIMIZERS}"
-        )
+        raise BadInputError(f"{what} trains and validates with different weights. {OTHER_OPTIMIZERS}")
     with reading(what, OTHER_OPTIMIZERS, "built"):
         optimizer = kind(weights.parameters(), **settings)
         if run.device == "cpu":  # a GPU that only looks ahead is left alone
@@ -48,21 +38,14 @@ def check_optimizer(run: RunConfig) -> None:
 
 
 def check_schedule_name(run: RunConfig) -> None:
-    """Refuse a learning-rate schedule that Transformers does not know.
-
-    Raises:
-        BadInputError: with the names of those that it does.
-    """
+    """Raise BadInputError unless Transformers knows the learning-rate schedule."""
     check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
 
 
 def check_schedule(run: RunConfig, steps: int) -> None:
-    """Refuse a learning-rate schedule that cannot be followed in this run, of so many steps.
+    """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule.
 
-    It is followed where its formula changes: at its ends and those of its warm-up.
-
-    Raises:
-        BadInputError: with the reason, and the names of some that can.
+    It is tried where its formula changes: at its ends and those of its warm-up.
     """
     check_schedule_name(run)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
@@ -76,5 +59,5 @@ def check_schedule(run: RunConfig, steps: int) -> None:
                 list(map(factor, places))
             return
     raise BadInputError(
-        f"{what} follows what validations find, but the learning rate here follows the steps alone. {OTHER_SCHEDULES}"
+        f"{what} follows validations, but learning rates here follow the steps alone. {OTHER_SCHEDULES}"
     )

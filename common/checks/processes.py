@@ -1,7 +1,4 @@
-"""Processes that a check starts, and what it says of them.
-
-Each has a group of its own, and is ended with all that it started.
-"""
+"""Processes that a check starts, each ended with all that it started, and what is said of them."""
 
 import os
 import re
@@ -30,27 +27,15 @@ END_S = 5.0  # how long a process may take to end when it is told to; then it is
 
 
 def start_process(command: Sequence[str], log: IO, **options: Any) -> subprocess.Popen:
-    """Start this Python with `command` at the repository's root, without a network to ask; `log` takes what it says.
-
-    `options` are Popen's.
-    """
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-        **options,
-    )
+    """Start this Python with `command` at the repository's root, without a Hub to ask; `log` takes what it says."""
+    options |= {"cwd": REPOSITORY, "env": os.environ | {"HF_HUB_OFFLINE": "1"}}
+    options |= {"stdout": log, "stderr": subprocess.STDOUT}
+    command = [sys.executable, *command]
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent, **options)
 
 
 def run_process(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess:
-    """Run this Python with `command` for at most `limit_s` seconds.
-
-    Its `returncode` is None where it was ended, as its time was over.
-    """
+    """Run this Python with `command` for at most `limit_s` seconds; `returncode` is None where it was ended then."""
     code = None
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe would stay open with whoever is left behind
         process = start_process(command, log)
@@ -80,24 +65,13 @@ def end_group(*processes: subprocess.Popen) -> None:
 def last_error(output: str) -> str:
     """Return the line that says why a process ended: its `error: ...`, a traceback's last line, or its last line.
 
-    `torchrun` adds a report of its own (`ChildFailedError`), which says nothing more.
+    torchrun's own report (`ChildFailedError`) says nothing more.
     """
     lines = [re.sub(r"^(\[[^\]]*\]:?\s*)+", "", line).strip() for line in output.splitlines()]
     for pattern in (r"error: ", r"(\w+\.)*\w+(Error|Exception): \S"):
         if found := [line for line in lines if re.match(pattern, line)]:
             return found[-1].removeprefix("error: ")
     return next((line for line in reversed(lines) if line), "it ended without a word")
-
-
-def failed(ended: subprocess.CompletedProcess, limit_s: float) -> dict[str, Any]:
-    """Return the record of a process that did not do what it should, or hung for `limit_s`."""
-    why = last_error(ended.stdout)
-    if ended.returncode is None:
-        why = f"took longer than {limit_s:.0f} s; its last words: {why}"
-    elif ended.returncode < 0:
-        why = f"killed by signal {-ended.returncode}; its last words: {why}"
-    output = ended.stdout.splitlines()[-KEPT_LINES:]
-    return {"status": FAILS, "why": why, "exit_code": ended.returncode, "output": output}
 
 
 def not_installed(needed: Iterable[str]) -> str:

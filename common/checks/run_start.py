@@ -26,7 +26,7 @@ from common.training.resuming import digests_of
 def run_started(run: RunConfig) -> Iterator[RunRecorder]:
     """Start this rank, check the run's inputs, and yield what records its steps; end the rank afterwards.
 
-    The yielded recorder's `run` is what the workflow is to do: perhaps on other ranks than `run` asks for.
+    The recorder's `run` is what the workflow is to do: perhaps on other ranks than `run` asks for.
     """
     check_told(os.environ)
     asked, run = run, run_as_started(run)
@@ -53,11 +53,7 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
 
 
 def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
-    """Check the run's inputs on each of its machines, and that all of these have the same.
-
-    Raises:
-        BadInputError: What one machine lacks, or in what two differ; on every rank.
-    """
+    """Check the run's inputs on each machine; raise BadInputError on all for what one lacks, or two differ in."""
     try:
         asked, run = run, check_inputs(run)
         own = replace(run, per_device_eval_batch_size=asked.per_device_eval_batch_size)  # chosen by its own plan
@@ -65,8 +61,7 @@ def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
     except (BadInputError, OSError) as refusal:
         said = f"{socket.gethostname()}: {refusal}"
     everyone = gather_object([said])
-    refused = dict.fromkeys(each for each in everyone if isinstance(each, str))
-    if refused:
+    if refused := dict.fromkeys(each for each in everyone if isinstance(each, str)):
         raise BadInputError(" ".join(refused))
     check_members_agree(everyone)
     return run

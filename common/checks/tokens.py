@@ -15,34 +15,24 @@ from common.data.rows import Row, Splits, place_of, shown, texts_of, tokens_in
 from common.data.templates import prompt_ids
 from common.models.loading import any_shape_config, longest_readable
 
-USED = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
-"""Tokens that a tokenizer writes, whatever the texts have; others, such as those kept for later use, it may not."""
-UNKNOWN = "\U0010ffff"
-"""A character that no vocabulary has."""
-TEMPLATE_TOKENS = 1_000
-"""More than a chat template writes around a row's texts."""
-PICTURED_ROWS = 128
-"""Rows whose pictures are looked at: those with the longest texts."""
+USED = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")  # written, whatever texts have
+UNKNOWN = "\U0010ffff"  # a character that no vocabulary has
+TEMPLATE_TOKENS = 1_000  # more than a chat template writes around a row's texts
+PICTURED_ROWS = 128  # rows whose pictures are looked at: those with the longest texts
 
 
 def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model has an embedding for each token of the run's rows, and positions for its answers.
-
-    Raises:
-        BadInputError: with the row, and the token or the number of tokens.
-    """
+    """Raise BadInputError unless the model has embeddings for all tokens of the rows, and positions for its answers."""
     _check_embeddings(run, chain(splits.train, splits.validation, splits.test), tokenizer)
     if run.goal.converses:
         _check_positions(run, splits.test, tokenizer)
 
 
 def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the tokens that a text may have and for which the model has no embedding.
-
-    Published models have such: Gemma 3 of 1B the token for pictures of its larger siblings.
+    """Return tokens of texts that the model has no embedding for, as Gemma 3 of 1B for its larger siblings' pictures.
 
     Raises:
-        BadInputError: there are some that are written in any case, or so many that the tokenizer is of another model.
+        BadInputError: one is written in any case, or the tokenizer is another model's.
     """
     count = any_shape_config(run.model, run.model_revision).get_text_config().vocab_size
     added, roles = tokenizer.added_tokens_decoder, {getattr(tokenizer, role): role for role in USED}

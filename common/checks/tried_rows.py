@@ -16,11 +16,7 @@ from common.data.batches import longest_batch
 from common.data.pictures import picture_ids, reference_to
 from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
-from common.models.loading import (
-    any_shape_config,
-    load_tokenizer,
-    longest_readable,
-)
+from common.models.loading import any_shape_config, load_tokenizer, longest_readable
 from common.models.minilm import MINILM
 from common.planning.job import BatchShape
 from common.planning.run_jobs import with_tiles
@@ -28,28 +24,17 @@ from common.planning.run_jobs import with_tiles
 
 @dataclass(frozen=True)
 class Rows:
-    """The longest training and validation batch of one rank.
-
-    `count` is the number of the run's training rows, None where it is not known; `source` says in words where the rows
-    come from. `tiles`: squares that a row's picture is cut into, at most; 0 = rows have no pictures.
-    """
+    """The longest training and validation batch of one rank."""
 
     train: Sequence[Tokens]
     validation: Sequence[Tokens]
-    count: int | None
-    source: str
-    tiles: int = 0
-
-
-# -- the run's own
+    count: int | None  # of the run's training rows, where it is known
+    source: str  # of the rows, in words
+    tiles: int = 0  # that a row's picture is cut into, at most; 0 = rows have no pictures
 
 
 def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
-    """Return the largest batch of the run's own rows (without its tokenizer: of `max_length`), and its source in words.
-
-    Raises:
-        BadInputError: the rows are missing or malformed.
-    """
+    """Return the largest batch of the run's own rows (without its tokenizer: of `max_length`), and its source."""
     rows = load_splits(run).train
     try:
         tokenizer = load_tokenizer(run)
@@ -57,10 +42,9 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
         source = f"rows of max_length {run.max_length}, as the model's tokenizer is not here"
         return batch_of_length(run, run.max_length), source
     tokens = tokens_of(rows, tokenizer, run)
-    batch = replace(
-        longest_batch(tokens, run.per_device_train_batch_size, run), tiles=most_tiles(tokens, tokenizer, run)
-    )
-    return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
+    batch = longest_batch(tokens, run.per_device_train_batch_size, run)
+    source = f"the longest {batch.rows} of the run's {len(rows):,} rows"
+    return replace(batch, tiles=most_tiles(tokens, tokenizer, run)), source
 
 
 def rows_of_run(run: RunConfig) -> Rows:
@@ -98,10 +82,7 @@ def most_tiles(rows: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase, run: 
 
 
 def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
-    """Return the `count` rows with the most tokens, longest first.
-
-    With summarization the longest texts each have one of the longest summaries: no batch can be larger.
-    """
+    """Return the `count` rows with the most tokens, longest first; summaries are the longest, too, whoever's."""
     longest = heapq.nlargest(count, rows, key=tokens_in)
     if not TASKS[task].summarizes:
         return longest
@@ -109,11 +90,10 @@ def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
     return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
 
 
-# -- rows of a length, all of it learnt: one label each, a summary of `max_target_length`, or every token
-
-
 def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     """Return the shape of a batch of rows of exactly `tokens` tokens, without a tokenizer.
+
+    All of a row is learnt: one label, a summary of `max_target_length`, or every token.
 
     Raises:
         BadInputError: a row of that length has nothing to predict, or the model cannot read it.
@@ -126,18 +106,12 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
     labelled = 1 if classes else summary or tokens - 1
-    shape = BatchShape(
-        run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary, task=run.task
-    )
-    return with_tiles(run, shape)
+    about = {"classes": classes, "target_length": summary, "task": run.task}
+    return with_tiles(run, BatchShape(run.per_device_train_batch_size, tokens, labelled, **about))
 
 
 def rows_of_length(run: RunConfig, tokens: int) -> Rows:
-    """Return rows of exactly `tokens` tokens, for a run whose data are not here yet.
-
-    Raises:
-        BadInputError: a row of that length has nothing to predict.
-    """
+    """Return rows as `batch_of_length` describes, for a run whose data are not here yet."""
     batch, tokenizer = batch_of_length(run, tokens), load_tokenizer(run)
     # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
     ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
@@ -163,11 +137,7 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
 
 
 def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Tokens:
-    """Return the row with a white square, as large as the model's, whose tokens take the place of its first ones.
-
-    Raises:
-        BadInputError: they leave nothing to learn.
-    """
+    """Return the row with a white square, as large as the model's, whose tokens take the place of its first ones."""
     side = config.vision_config.image_size
     picture = reference_to(Image.new("RGB", (side, side), "white"), None, "a white square")
     seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
@@ -177,9 +147,6 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
         )
     learnt = [IGNORED_LABEL] * len(seen) + row["labels"][len(seen) :]
     return {**row, "input_ids": [*seen, *row["input_ids"][len(seen) :]], "labels": learnt, "picture": picture}
-
-
-# -- both
 
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
