@@ -16,17 +16,15 @@ and what is being sent between devices.
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tabulate import tabulate
 from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
-from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import WHOLE, fake_step
-from common.checks.folder_runs import run_of_folder
+from common.checks.folder_runs import folder_parser, run_of_folder
 from common.checks.optimizers import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
@@ -231,12 +229,7 @@ def verdict(plan: Plan, number: int) -> str:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = OneSentenceParser(
-        prog="python -m common.dry_run", description=__doc__,
-        epilog="Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them.",
-    )  # fmt: skip
-    parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
-    parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
+    parser = folder_parser("dry_run", __doc__)
     options, overrides = parser.parse_known_args()
     run = run_of_folder(options.run_folder, overrides, parser.options)
     check_can_be_faked(run)

@@ -32,15 +32,7 @@ from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape
 from common.planning.plans import architecture_of_run
 from common.planning.shares import Share
-from common.runtime.memory_tracker import (
-    HANDING_ON,
-    MemoryTracker,
-    Timeline,
-    Watch,
-    like_cuda,
-    mark,
-    watch_gradients,
-)
+from common.runtime.memory_tracker import HANDING_ON, MemoryTracker, Timeline, Watch, like_cuda, mark, watch_gradients
 from common.runtime.world import Rank
 from common.tasks.preferences import REFERENCES
 from common.training.answer_logits import tell_of_answers

@@ -59,6 +59,15 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
     return quick(asked) if options.quick else asked
 
 
+def folder_parser(command: str, description: str) -> OneSentenceParser:
+    """Return the parser of a command that takes a run folder and, after it, settings."""
+    epilog = "Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them."
+    parser = OneSentenceParser(prog=f"python -m common.{command}", description=description, epilog=epilog)
+    parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
+    parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
+    return parser
+
+
 def import_workflow(script: Path) -> ModuleType:
     """Import one of a run folder's workflows, and return it; paths go on meaning from where the user stands."""
     sys.path.insert(0, str(script.resolve().parent))

@@ -59,6 +59,7 @@ HEADERS = ("part", "status", "GiB\nplanned", "GiB\nmeasured", "s/step\nplanned",
 MEASURED = {"planned_gib": ".2f", "peak_gib": ".2f", "planned_step_time_s": ".3g", "step_time_s": ".3g"}
 COLUMN_WIDTHS = (18, 13, 7, 8, 7, 8, 27)  # with two spaces between them, the table is 100 columns wide
 MACHINE, TESTS = "machine", "tests/gpu"
+MORE = "pass a larger --budget_s, or --only this part"
 TEST_PACKAGES = ("pytest", "tensorboard")  # without these most of `tests/gpu` cannot run
 NOT_SHARED = "--ignore=tests/gpu/test_shared_gpu.py"  # of `tests/gpu`: it takes ten minutes
 # of assets/model_configs, by the kind of a task's model, largest first
@@ -71,25 +72,20 @@ SHAPES = {
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
 
-class NoRoomError(Exception):
-    """No shape of a technique has room on the card."""
+class LeftOutError(Exception):
+    """A part that cannot be tried here, and why."""
 
 
 def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
-    """Return the record of a process that did not do what it should, hung, or had only `limit_s` of the budget left."""
+    """Return the record of a process that did not do what it should, or hung, unless the budget was over."""
     why, code = last_error(ended.stdout), ended.returncode
     if code is None and limit_s < PART_S:
-        return left_out(f"the budget was over after {limit_s:.0f} s of it")
+        raise LeftOutError(f"the budget was over after {limit_s:.0f} s of it: {MORE}")
     if code is None:
         why = f"took longer than {limit_s:.0f} s; its last words: {why}"
     elif code < 0:
         why = f"killed by signal {-code}; its last words: {why}"
     return {"status": FAILS, "why": why, "exit_code": code, "output": ended.stdout.splitlines()[-KEPT_LINES:]}
-
-
-def left_out(why: str) -> Record:
-    """Return the record of a part for which the budget did not suffice."""
-    return {"status": LEFT_OUT, "why": f"{why}: pass a larger --budget_s, or --only this part"}
 
 
 def look_at_machine(limit_s: float) -> Record:
@@ -109,8 +105,7 @@ def what_is_wrong(facts: Record) -> str:
     if "error" in torch:
         return f"PyTorch cannot be imported: {torch['error']}"
     if count and torch["cuda"] is None:
-        built = f"PyTorch {torch['version']} is built without CUDA: take the build for your driver from pytorch.org"
-        return f"the driver lists {count} GPU(s), but {built}"
+        return f"PyTorch {torch['version']} is built without CUDA: take the build for your driver from pytorch.org"
     if count > len(torch["cards"]):
         return (
             f"the driver {facts['driver']} lists {count} GPU(s), but PyTorch {torch['version']} can use "
@@ -134,21 +129,17 @@ def summary_of(facts: Record) -> str:
 
 @dataclass(frozen=True)
 class Devices:
-    """What the run folders are tried on: GPUs, of which a power of two is used, or two processes.
-
-    `card` is None on CPU, else the fullest card, with what is free on it as its memory; where the catalogue lacks it,
-    another card with that memory stands in.
-    """
+    """What the run folders are tried on: GPUs, of which a power of two is used, or two processes."""
 
     count: int = 2
-    card: Gpu | None = None
+    card: Gpu | None = None  # the fullest, with what is free on it as its memory; None on CPU
     has_bf16: bool = False
 
 
 def gpus_of(facts: Record) -> Devices:
     """Return the GPUs that PyTorch can use."""
     cards = facts["torch"]["cards"]
-    known = gpu_of_device(cards[0]["name"]) or CATALOGUE[0]
+    known = gpu_of_device(cards[0]["name"]) or CATALOGUE[0]  # another stands in where the catalogue lacks it
     fullest = replace(known, memory_gib=min(card["free_gib"] for card in cards))
     count = min(MOST_DEVICES, 2 ** (len(cards).bit_length() - 1))
     return Devices(count, fullest, all(card["bf16"] for card in cards))
@@ -160,19 +151,18 @@ def parallel_on(own: RunConfig, devices: Devices) -> str:
 
 
 def batch_on(own: RunConfig, devices: Devices) -> tuple[int, int]:
-    """Return the rows of a rank's batch and their tokens: with pictures, which take most of them, fewer and longer."""
+    """Return the rows of a rank's batch and their tokens: with pictures, fewer and longer rows."""
     tokens, factor = GPU_TOKENS if devices.card else CPU_TOKENS, 4 if own.goal.sees else 1
     return ROWS // factor, tokens * factor
 
 
 def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
-    """Return what a folder's run on these devices has unlike its `own`: on CPU its model, on GPUs the largest shape.
+    """Return what a folder's run on these devices has unlike its `own`: on GPUs the largest shape that has room.
 
-    That is the largest that the planner gives room to spare; of whole models, which are saved and read again, and whose
-    parts are made on the host, it is the smallest.
+    Of whole models, which are saved and read again, and whose parts are made on the host, it is the smallest shape.
 
     Raises:
-        NoRoomError: not even the smallest shape fits.
+        LeftOutError: not even the smallest shape fits.
     """
     rows, tokens = batch_on(own, devices)
     settings: dict[str, object] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), rows)
@@ -194,22 +184,18 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
         plan = plan_run(run, batch_of_length(run, tokens), devices.card)
         if plan.fits:
             return {**settings, "model": shape}
-    raise NoRoomError(
+    raise LeftOutError(
         f"by the plan even {shape} needs {plan.fullest[0].peak_gib:.1f} GiB, and {devices.card.memory_gib:.1f} are free"
     )
 
 
 def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
-    """Run a preflight of a run folder: what it measured beside what was planned, or why it refuses these devices."""
+    """Return what a preflight of a run folder measured beside what was planned, or why it refused."""
     if devices.count == 1 and not PARALLELISMS[parallel_on(own, devices)].is_single:
-        return {"status": LEFT_OUT, "why": "needs two GPUs, and there is one"}
+        raise LeftOutError("needs two GPUs, and there is one")
     if missing := not_installed(["bitsandbytes"] if own.method.quantizes else []):
-        return {"status": LEFT_OUT, "why": missing}
-    try:
-        settings = fitting_settings(own, devices)
-    except NoRoomError as too_large:
-        return {"status": LEFT_OUT, "why": str(too_large)}
-    limit_s = min(limit_s, PART_S)
+        raise LeftOutError(missing)
+    settings, limit_s = fitting_settings(own, devices), min(limit_s, PART_S)
     with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
         length = str(batch_on(own, devices)[1])
         command = ["-m", "common.preflight", own.run_folder, "--json", file.name, "--seq-len", length]
@@ -252,7 +238,7 @@ def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS, NOT_SHAR
     said += [name.rpartition("::")[2] for name in named]
     record = {"why": "; ".join(said), "counts": counts, "failed_tests": named}
     if named or ended.returncode not in (0, None):
-        return {**failed(ended, limit_s), **record, "status": FAILS}
+        return {**record, "status": FAILS, "output": ended.stdout.splitlines()[-KEPT_LINES:]}
     return {**record, "status": WORKS if "passed" in counts and ended.returncode == 0 else LEFT_OUT}
 
 
@@ -263,7 +249,7 @@ def counts_of(output: str) -> dict[str, int]:
 
 
 def without_places(record: Record) -> Record:
-    """Return a record with all its texts rid of secrets, of this machine's name, and of folders; files' names stay."""
+    """Return a record whose texts have no secrets, nor this machine's name, nor folders; files' names stay."""
     return recursively_apply(_without_places, record, test_type=lambda value: isinstance(value, str))
 
 
@@ -279,15 +265,16 @@ def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
     """Return a part's record; its own crash is one, too."""
     start_s = time.monotonic()
     left_s = deadline_s - start_s - END_S
-    if left_s < LEAST_S:
-        found = left_out(f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed")
-    else:
-        print(f"{name} ...", flush=True)
-        try:
-            found = call(left_s)
-        except Exception as error:  # the next part has nothing to do with it
-            found = {"status": FAILS, "why": f"{type(error).__name__}: {error}"}
-        print(f"{name}: {found['status']}, {time.monotonic() - start_s:.0f} s", flush=True)
+    print(f"{name} ...", flush=True)
+    try:
+        if left_s < LEAST_S:
+            raise LeftOutError(f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed: {MORE}")
+        found = call(left_s)
+    except LeftOutError as why:
+        found = {"status": LEFT_OUT, "why": str(why)}
+    except Exception as error:  # the next part has nothing to do with it
+        found = {"status": FAILS, "why": f"{type(error).__name__}: {error}"}
+    print(f"{name}: {found['status']}, {time.monotonic() - start_s:.0f} s", flush=True)
     return without_places({"part": name, **found, "seconds": round(time.monotonic() - start_s, 1)})
 
 

@@ -111,12 +111,9 @@ def check_trackers(run: RunConfig) -> None:
 
 def check_threads(run: RunConfig) -> None:
     """Raise BadInputError where a CPU run asks for more threads than this machine has, or one for each device."""
-    ranks_here, most = run.ranks_per_node, threads_per_rank(run.ranks_per_node)
+    ranks, most = run.ranks_per_node, threads_per_rank(run.ranks_per_node)
     if run.threads > most:
-        raise BadInputError(
-            f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "
-            f"pass --threads {most}."
-        )
+        raise BadInputError(f"threads is {run.threads} for each of {ranks} ranks here: pass --threads {most} at most.")
 
 
 def check_weights(run: RunConfig) -> None:
@@ -147,15 +144,9 @@ def _check_pairs(run: RunConfig) -> None:
     if not (run.goal.compares and run.method.has_adapters):
         return
     if "lm_head" in run.target_names:
-        raise BadInputError(
-            f"target_modules is {run.target_modules}, but log-probabilities are found by the head's own weights, "
-            "without its adapter: leave lm_head out."
-        )
-    if run.lora_dropout:
-        raise BadInputError(
-            f"lora_dropout is {run.lora_dropout}, but DPO takes its steps without dropout, so that model and reference "
-            "are alike at first: pass --lora_dropout 0."
-        )
+        raise BadInputError(f"target_modules is {run.target_modules}, but DPO's loss reads no adapter of lm_head.")
+    if run.lora_dropout:  # model and reference are to be alike at first
+        raise BadInputError(f"lora_dropout is {run.lora_dropout}, but DPO trains without it: pass --lora_dropout 0.")
 
 
 def results_of(run: RunConfig) -> Path:
@@ -181,25 +172,20 @@ def check_folder(run: RunConfig) -> None:
     """Raise BadInputError unless the workflow of the run folder does what is asked, as it would do its own."""
     if not run.run_folder:
         return
-    own = literal_of(REPOSITORY / run.run_folder)
+    own, main = literal_of(REPOSITORY / run.run_folder), getattr(sys.modules["__main__"], "RUN", None)
+    is_started = isinstance(main, RunConfig) and main.run_folder == run.run_folder
     if run.task != own.task:
-        raise BadInputError(
-            f"task is {run.task}, but the workflow of {run.run_folder} is for {own.task}: leave --task out, or go to "
-            "another folder."
-        )
-    main = getattr(sys.modules["__main__"], "RUN", None)
-    if isinstance(main, RunConfig) and main.run_folder == run.run_folder and main.loop != run.loop:
-        raise BadInputError(
-            f"loop is {run.loop}, but this workflow's is {main.loop}: leave --loop out, and take the other workflow of "
-            f"{run.run_folder}."
-        )
-    if workflow_does(own, run.technique, run.parallel):
+        setting, does = "task", own.task
+    elif is_started and main.loop != run.loop:
+        setting, does = "loop", main.loop
+    elif not workflow_does(own, run.technique, run.parallel):
+        setting = "technique" if run.technique != own.technique else "parallel"
+        does = f"{own.technique} with {own.parallel}"
+    else:
         return
-    setting = "technique" if run.technique != own.technique else "parallel"
     raise BadInputError(
-        f"{setting} is {getattr(run, setting)}, but the workflow of {run.run_folder} is for {own.technique} with "
-        f"{own.parallel}: leave --{setting} out, or go to another folder (`python -m common.dry_run` and the planner "
-        "take any)."
+        f"{setting} is {getattr(run, setting)}, but the workflow of {run.run_folder} is for {does}: leave --{setting} "
+        "out, or go to another workflow or folder."
     )
 
 
@@ -215,8 +201,8 @@ class DiskNeed:
     @property
     def total_bytes(self) -> int:
         """The most that is there at the same time."""
-        states, weights = self.checkpoint.state_bytes, self.checkpoint.weights_bytes
-        return self.full_states * states + self.best_weights * weights + self.models_bytes
+        states = self.full_states * self.checkpoint.state_bytes
+        return states + self.best_weights * self.checkpoint.weights_bytes + self.models_bytes
 
 
 def disk_need(run: RunConfig) -> DiskNeed:
@@ -249,8 +235,7 @@ def check_disk(run: RunConfig) -> None:
             f"This run would write up to {size_text(need.total_bytes)} ({need.full_states} full states of "
             f"{size_text(need.checkpoint.state_bytes)}, {need.best_weights} times the best weights of "
             f"{size_text(need.checkpoint.weights_bytes)}, and {size_text(need.models_bytes)} of tuned models), but "
-            f"{size_text(free)} are free in {there}: make room there, or pass --results_root with a folder on another "
-            f"disk{fewer}."
+            f"{size_text(free)} are free in {there}: make room, or pass --results_root with another disk{fewer}."
         )
 
 

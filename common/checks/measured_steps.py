@@ -110,8 +110,11 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
             time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
         memories = {device: read_memory(device) for device in rank.devices}
         device, memory = max(memories.items(), key=lambda pair: pair[1].peak_gib / pair[1].total_gib)
-        of = f"{memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB allocated"
-        print(f"error: {name}: out of memory on {device}, {of}; {remedy}.", file=sys.stderr)
+        print(
+            f"error: {name}: out of memory on {device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
+            f"allocated; {remedy}.",
+            file=sys.stderr,
+        )
         sys.exit(1)
     taken.time_s = time.perf_counter() - start_s
     taken.peaks_gib = [read_memory(device).peak_gib for device in rank.devices]
@@ -122,14 +125,13 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
 def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
     said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
-    is_foreseen = plan and not plan.may_fit
-    by_plan = plan.max_batch_size if is_foreseen else 0
-    is_known = is_foreseen and run.micro_batches == 1  # fewer rows may fit in fewer micro-batches
-    fitting, parts = by_plan or (0 if is_known else rows // 2), run.micro_batches
+    fitting, parts, divided = rows // 2, run.micro_batches, ""
+    if plan and not plan.may_fit and (plan.max_batch_size or parts == 1):  # fewer rows may fit in fewer micro-batches
+        fitting = plan.max_batch_size
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
     if fitting >= parts:
-        fitting, divided = fitting - fitting % parts, ""
+        fitting -= fitting % parts
     else:
         needs_gpipe = run.schedule == "1f1b" and fitting < run.stage_count
         divided = f" --micro_batches {fitting}" + " --schedule gpipe" * needs_gpipe

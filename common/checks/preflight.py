@@ -4,10 +4,9 @@
     python -m common.preflight 2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2 --seq-len 1024 --batch_size 4
 
 Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights
-of its real shape (nothing is downloaded), and takes one step of each phase of a run: three optimizer steps on the
-longest batch that can come up, a batch of validation, saving and reloading what was trained, and answers to a batch by
-the whole model, judged as in the evaluations before and after. What was measured is called so; the rest is projected.
-Nothing is written into the repository; `--json FILE` keeps the result as data.
+of its real shape (nothing is downloaded), and tries each phase of a run: three optimizer steps on the longest batch
+that can come up, a batch of validation, saving and reloading, and answers to a batch, judged. What was measured is
+called so; the rest is projected. Nothing is written into the repository; `--json FILE` keeps the result as data.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -26,9 +25,8 @@ from tabulate import tabulate
 
 from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError
-from common.base.parsing import OneSentenceParser
 from common.base.run_config import LARGEST, RunConfig
-from common.checks.folder_runs import run_of_folder
+from common.checks.folder_runs import folder_parser, run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
 from common.checks.measured_steps import Measured, answered_at_once, measure_all
 from common.checks.optimizers import check_schedule
@@ -39,20 +37,16 @@ from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
+from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.world import detect_launcher, is_main_process
 
-# -- what is planned
-
 
 def device_of(run: RunConfig) -> Gpu | None:
-    """Return a device to plan with: the GPU at hand, or the one that the folder was made for; None: both are unknown.
-
-    The ranks of a CPU run share the machine's memory: each has an equal part.
-    """
-    if run.device == "cpu":
+    """Return a device to plan with: the GPU at hand, or else the one that the folder was made for; None: unknown."""
+    if run.device == "cpu":  # ranks share the machine's memory
         cpu = cpu_device(read_memory("cpu").now_gib)
         return replace(cpu, memory_gib=cpu.memory_gib / run.world_size)
     return gpu_of_device(gpus()[1][0]) or (find_gpu(run.gpu) if run.gpu else None)
@@ -84,23 +78,16 @@ def place_and_plan(
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     """Return the number of optimizer steps of the whole run; None: it depends on `row_count`, which is not known."""
-    if run.max_steps > 0:
-        return run.max_steps
-    return None if row_count is None else run.total_steps(row_count)
-
-
-# -- the answer
+    return run.max_steps if run.max_steps > 0 else row_count and run.total_steps(row_count)
 
 
 def planned_gib(plan: Plan | None, number: int) -> float | None:
-    """Return the planned memory that `Measured` has measured: of the whole process on CPU, on a GPU without overhead.
+    """Return a device's planned memory as `Measured` has it: of the process on CPU, on a GPU without overhead."""
+    return None if plan is None else _as_measured(plan.devices[number], plan.cluster.gpus[number])
 
-    `number` counts devices, and so with one device each, ranks. None without a plan.
-    """
-    if plan is None:
-        return None
-    memory = plan.devices[number]
-    return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
+
+def _as_measured(memory: DeviceMemory, gpu: Gpu) -> float:
+    return memory.peak_gib if gpu.name == CPU_DEVICE else memory.allocated_gib
 
 
 def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) -> str:
@@ -133,22 +120,12 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
     """Return the memory of the training step, planned and measured, one row per device of each rank."""
     rows = []
     for number, found in enumerate(measured):
-        planned = planned_gib(plan, number)
-        rows.append([
-            found.rank,
-            found.device,
-            "no plan" if planned is None else f"{planned:.2f}",
-            f"{found.peak_gib:.2f}",
-            "-" if planned is None else f"{found.peak_gib / planned - 1:+.0%}",
-            f"{found.capacity_gib:.1f}",
-        ])  # fmt: skip
-    return tabulate(
-        rows,
-        ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"],
-        tablefmt="rounded_outline",
-        colalign=("right", "left", "right", "right", "right", "right"),
-        disable_numparse=True,
-    )
+        planned, peak = planned_gib(plan, number), found.peak_gib
+        beside = ("no plan", "-") if planned is None else (f"{planned:.2f}", f"{peak / planned - 1:+.0%}")
+        rows.append([found.rank, found.device, beside[0], f"{peak:.2f}", beside[1], f"{found.capacity_gib:.1f}"])
+    headers = ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"]
+    sides = ("right", "left", "right", "right", "right", "right")
+    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=sides, disable_numparse=True)
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
@@ -174,9 +151,7 @@ def figures(
         "tokens": batch.length,
         "validation_rows": len(rows.validation),
         "answered_rows": answered_at_once(run, rows, answering_stages(run)),
-        "devices": [
-            {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
-        ],
+        "devices": [asdict(found) | {"planned_gib": planned_gib(plan, n)} for n, found in enumerate(measured)],
         "planned_step_time_s": planned_step_s(run, plan) if plan else None,
         **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
         "largest_batch": largest_batch(plan, measured)[0] if plan else None,
@@ -191,7 +166,6 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
     # stages work on the same rows, ranks else on their own
     unit = "rows" if run.parallelism.splits_layers or run.parallelism.splits_matrices else "rows per rank"
     stages = answering_stages(run)
-    unit_of_answers = f"rows of {stages} ranks" if stages > 1 else unit
     lines = [
         f"memory of the training step ({what}):",
         memory_table(plan, measured),
@@ -203,34 +177,21 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
             f"largest batch: projected {largest:,}{' or more' if largest >= LARGEST_BATCH else ''} {unit}, by the plan "
             f"times measured over planned memory ({factor:.2f})"
         )
-    return "\n".join([
-        *lines,
-        *(
-            f"{name}: measured {found[f'{key}_time_s']:.2f} s and a peak of {found[f'{key}_peak_gib']:.2f} GiB for "
-            f"{count}{_planned_peak(plan, planned_phase)}"
-            for name, key, planned_phase, count in (
-                ("validation", "validation", "validation", f"{found['validation_rows']} {unit}"),
-                ("answers", "answers", "baseline evaluation", f"{found['answered_rows']} {unit_of_answers}"),
-            )
-        ),
-        f"passed: trained, validated, saved, reloaded and answered; logits measured {found['logit_difference']:.1e} "
-        "apart",
-    ])  # fmt: skip
-
-
-def _planned_peak(plan: Plan | None, name: str) -> str:
-    """Return the planned peak of a phase on the fullest device, as it is measured, for the end of a line."""
-    if plan is None:
-        return ""
-    phases = [
-        (phase, gpu) for of_device, gpu in zip(plan.phases, plan.cluster.gpus, strict=True) for phase in of_device
-    ]
-    peaks = [
-        phase.memory.peak_gib if gpu.name == CPU_DEVICE else phase.memory.allocated_gib
-        for phase, gpu in phases
-        if phase.name == name
-    ]
-    return f", planned {max(peaks):.2f} GiB"
+    validated = f"{found['validation_rows']} {unit}"
+    answered = f"{found['answered_rows']} {f'rows of {stages} ranks' if stages > 1 else unit}"
+    for name, of_plan, count in (("validation", "validation", validated), ("answers", "baseline evaluation", answered)):
+        planned = ""
+        if plan:
+            devices = zip(plan.phases, plan.cluster.gpus, strict=True)
+            named = [(phase, gpu) for phases, gpu in devices for phase in phases if phase.name == of_plan]
+            planned = f", planned {max(_as_measured(phase.memory, gpu) for phase, gpu in named):.2f} GiB"
+        lines.append(
+            f"{name}: measured {found[f'{name}_time_s']:.2f} s and a peak of {found[f'{name}_peak_gib']:.2f} GiB for "
+            f"{count}{planned}"
+        )
+    difference = found["logit_difference"]
+    lines.append(f"passed: trained, validated, saved, reloaded and answered; logits measured {difference:.1e} apart")
+    return "\n".join(lines)
 
 
 def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float) -> list[str]:
@@ -255,15 +216,8 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
     return [*lines, f"cost: projected {usd:,.2f} USD ({run.devices} x {gpu.usd_per_hour} per hour, {gpu.price_date})"]
 
 
-# -- the command line
-
-
 def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[str]) -> int:
-    """Check, plan, try and report; return the exit code. `arguments` start this command again, on every rank.
-
-    Raises:
-        BadInputError: the run, its model or its data are not as they should be.
-    """
+    """Check, plan, try and report; return the exit code. `arguments` start this command again, on every rank."""
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
     is_rank = detect_launcher() == "torchrun"
@@ -275,8 +229,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
         else:
             rows = rows_of_length(run, options.seq_len)
             check_schedule(run, total_steps(run, rows.count) or LARGEST)
-    evaluation = evaluation_of_rows(run, rows.validation)
-    placement, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
+    placement, no_plan = place_and_plan(run, batch_of(run, rows), evaluation_of_rows(run, rows.validation))
     plan = placement.plan
     run = with_rows_at_once(run, plan)
     rows = replace(rows, validation=rows.validation[: run.per_device_eval_batch_size])
@@ -300,12 +253,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = OneSentenceParser(
-        prog="python -m common.preflight", description=__doc__,
-        epilog="Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them.",
-    )  # fmt: skip
-    parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
-    parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
+    parser = folder_parser("preflight", __doc__)
     parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     arguments = sys.argv[1:] if arguments is None else arguments

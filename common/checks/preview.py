@@ -21,26 +21,18 @@ from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens, first_t
 from common.data.splits import check_tokens, load_splits, tokens_of
 from common.models.loading import load_tokenizer
 
-LEARNT, READ, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
-"""Terminal colours: bold green for what is learnt, dim for what is only read."""
+LEARNT, READ, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"  # terminal colours: bold green, dim, none
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The rows of a run.
-
-    Attributes:
-        tokens: Of each training row, not cut.
-        max_length: Longer rows are cut here.
-        learns_tokens: Labels stand on a row's own tokens; else they are a class or a summary.
-        max_target_length: Longer summaries are cut here; 0 = there are none.
-    """
+    """The rows of a run; longer ones than `max_length` are cut there when they are trained."""
 
     splits: Splits
-    tokens: Sequence[Tokens]
+    tokens: Sequence[Tokens]  # of each training row, not cut
     max_length: int
-    learns_tokens: bool
-    max_target_length: int = 0
+    learns_tokens: bool  # labels stand on a row's own tokens; else they are a class or a summary
+    max_target_length: int = 0  # longer summaries are cut here; 0 = there are none
 
     @property
     def lengths(self) -> list[int]:
@@ -58,10 +50,7 @@ class Preview:
         return len(self.splits.train) - len(Counter(map(digest, self.splits.train)))
 
     def row(self, number: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
-        """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1.
-
-        Of a pair the rejected answer follows on a line of its own.
-        """
+        """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1."""
         row = first_tokens(self.tokens[number - 1], self.max_length)
         text = coloured(row, tokenizer, in_colour)
         if "rejected_ids" not in row:
@@ -69,7 +58,6 @@ class Preview:
         return f"{text}\nthe rejected answer: {printable(tokenizer.decode(row['rejected_ids'][prompt_length(row) :]))}"
 
     def __str__(self) -> str:
-        """Return lines for a terminal."""
         lengths = self.lengths
         rows = (self.splits.train, self.splits.validation, self.splits.test)
         sizes = ", ".join(f"{len(split):,} {name}" for name, split in zip(SPLIT_NAMES, rows, strict=True))
@@ -85,7 +73,6 @@ class Preview:
         ])  # fmt: skip
 
     def _said_of_learning(self) -> tuple[str, str]:
-        """Return what to say of the tokens that are learnt, and of rows longer than `max_length`."""
         if self.max_target_length:
             cut = sum(len(row["labels"]) > self.max_target_length for row in self.tokens)
             return "", f"; {cut:,} summaries have more than max_target_length, {self.max_target_length:,}"
@@ -103,11 +90,7 @@ class Preview:
 
 
 def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> Preview:
-    """Turn the training rows into tokens, whole ones, to be counted and shown.
-
-    Raises:
-        BadInputError: the chat template cannot write a row.
-    """
+    """Turn the training rows into tokens, whole ones, to be counted and shown."""
     uncut = replace(run, max_length=LARGEST, long_texts="cut")
     if not run.goal.summarizes:
         return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
@@ -130,11 +113,7 @@ def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = 
 
 
 def run_of_rows(overrides: Sequence[str]) -> RunConfig:
-    """Return the run that the options describe; where they name no technique, with one that its task is done with.
-
-    Raises:
-        BadInputError: a value is out of range.
-    """
+    """Return the run that the options describe; where they name no technique, with one that its task is done with."""
     task = settings_parser(RunConfig()).settings(overrides)["task"]
     check_choice("task", task, TASKS)
     technique = next(each for each in (RunConfig.technique, *TASKS[task].techniques) if each in TASKS[task].techniques)
@@ -143,23 +122,12 @@ def run_of_rows(overrides: Sequence[str]) -> RunConfig:
 
 @refused_in_one_sentence()
 def main() -> None:
-    """Run the command line.
-
-    Raises:
-        BadInputError: there is no such row.
-    """
-    parser = OneSentenceParser(
-        prog="python -m common.data",
-        description=__doc__,
-        epilog="Every setting of a run may follow, such as --model, --prompt_column, --max_length or --train_on.",
-    )
+    """Run the command line."""
+    epilog = "Every setting of a run may follow, such as --model, --prompt_column, --max_length or --train_on."
+    parser = OneSentenceParser(prog="python -m common.data", description=__doc__, epilog=epilog)
     parser.add_argument("data", help="a file, a folder, a URL, or the id of a dataset on the Hub")
-    parser.add_argument(
-        "--row",
-        type=int,
-        default=1,
-        help="the training row to show; where rows are held out, the rest is in a shuffled order",
-    )
+    row_help = "the training row to show; where rows are held out, the rest is in a shuffled order"
+    parser.add_argument("--row", type=int, default=1, help=row_help)
     options, overrides = parser.parse_known_args()
     run = replace(run_of_rows(overrides), data=options.data)
     splits = load_splits(run)

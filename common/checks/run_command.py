@@ -28,18 +28,13 @@ HUB_IDS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "roberta-large": "FacebookAI/roberta-large",
 }
-TRIED = (
-    *("technique", "parallel", "devices", "nodes", "gpu", "precision", "optim", "attention", "gradient_checkpointing"),
-    *("per_device_train_batch_size", "target_modules"),
-)
-"""Settings of a run that a dry run tries."""
+# settings of a run that a dry run tries
+TRIED = ("technique", "parallel", "devices", "nodes", "gpu", "precision", "optim", "attention",
+         "gradient_checkpointing", "per_device_train_batch_size", "target_modules")  # fmt: skip
 
 
 def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[[Plan], str]) -> tuple[str, str]:
-    """Return the answer's last two lines: what to do, and the command that does it.
-
-    Where no run folder takes the first plan, the reason stands there, and the next plan that one takes.
-    """
+    """Return the answer's last two lines: what to do, and the command that does it."""
     best = plans[0]
     if not best.may_fit:
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
@@ -70,54 +65,39 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
 
 
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
-    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked.
-
-    For several machines it is the torchrun command of each of them.
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`; for several machines each one's torchrun command.
 
     Raises:
         BadInputError: No run folder takes it, and why.
     """
     task = _task_of(plan)
     if not task:
-        raise BadInputError(
-            f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
-        )
+        name = plan.architecture.name
+        raise BadInputError(f"none has runs for {name}'s own head; with --classes it is a classifier.")
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
-    return _command(
-        plan.job,
-        task,
-        device,
-        lambda own: _settings(plan, own) | _model_settings(own, model, model_revision),
-        plan.cluster.nodes,
-    )
+
+    def settings(own: RunConfig) -> dict[str, object]:
+        return _settings(plan, own) | _model_settings(own, model, model_revision)
+
+    return _command(plan.job, task, device, settings, plan.cluster.nodes)
 
 
 def command_of_run(run: RunConfig, device: str) -> str:
-    """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda).
-
-    Raises:
-        BadInputError: No run folder takes it, and why.
-    """
+    """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda)."""
     adapters = ("lora_r", "lora_dropout") if run.method.has_adapters else ()
     lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
     wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths)}
-    return _command(
-        run,
-        run.task,
-        device,
-        lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own),
-        run.nodes,
-    )
+
+    def settings(own: RunConfig) -> dict[str, object]:
+        return wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own)
+
+    return _command(run, run.task, device, settings, run.nodes)
 
 
 def _command(
-    way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]], nodes: int = 1
+    way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]], nodes: int
 ) -> str:
-    """Return the command with the run folder that takes the settings with the fewest options.
-
-    Raises:
-        BadInputError: None takes them, and why.
-    """
+    """Return the command with the run folder that takes the settings with the fewest options."""
     taken, refusal = [], f"none does {way.technique} with {way.parallel}."
     for folder, literal in run_folders().items():
         is_alike = (literal.device, literal.task, literal.loop) == (device, task, "trainer")
@@ -159,11 +139,7 @@ def _task_of(plan: Plan) -> str:
 def _options(
     folder: Path, literal: RunConfig, way: HasSpecs, settings: Callable[[RunConfig], dict[str, object]]
 ) -> list[str]:
-    """Return what to pass to the folder's command, for the settings that a run like its own is to have.
-
-    Raises:
-        BadInputError: The folder's runs do not take them.
-    """
+    """Return what to pass to the folder's command, for the settings that a run like its own is to have."""
     has_settings = read_lora(literal_file_of(folder))
     own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
     wanted = settings(own)

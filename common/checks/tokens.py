@@ -2,7 +2,7 @@
 
 import heapq
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,16 @@ PICTURED_ROWS = 128  # rows whose pictures are looked at: those with the longest
 
 def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise BadInputError unless the model has embeddings for all tokens of the rows, and positions for its answers."""
-    _check_embeddings(run, chain(splits.train, splits.validation, splits.test), tokenizer)
+    if beyond := tokens_without_embedding(run, tokenizer):
+        any_of_them = re.compile("|".join(map(re.escape, beyond)))
+        for row in chain(splits.train, splits.validation, splits.test):
+            found = next(filter(None, map(any_of_them.search, texts_of(row))), None)
+            if found:
+                raise BadInputError(
+                    f"{place_of(row)} has the token {found[0]!r} in a text, for which {run.model} has no embedding: "
+                    "remove it there, or from the tokenizer's added tokens."
+                )
+        say_once(f"{run.model}: it has no embedding for {shown(beyond)} of its tokenizer, which no row has")
     if run.goal.converses:
         _check_positions(run, splits.test, tokenizer)
 
@@ -46,24 +55,10 @@ def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase)
         if role:
             raise BadInputError(
                 f"The tokenizer of {run.model} has the token {token!r} as number {number} ({role}), but the model has "
-                f"embeddings for {count:,} tokens alone: give it more (`resize_token_embeddings`, then "
-                "`save_pretrained`), or take the tokenizer that it was published with."
+                f"embeddings for {count:,} tokens: take the tokenizer that it was published with, or add embeddings "
+                "(`resize_token_embeddings`, then `save_pretrained`)."
             )
     return list(beyond)
-
-
-def _check_embeddings(run: RunConfig, rows: Iterator[Row], tokenizer: PreTrainedTokenizerBase) -> None:
-    beyond = tokens_without_embedding(run, tokenizer)
-    any_of_them = re.compile("|".join(map(re.escape, beyond)))
-    for row in rows if beyond else ():
-        found = next(filter(None, map(any_of_them.search, texts_of(row))), None)
-        if found:
-            raise BadInputError(
-                f"{place_of(row)} has the token {found[0]!r} in a text, for which {run.model} has no embedding: "
-                "remove it there, or from the tokenizer's added tokens."
-            )
-    if beyond:
-        say_once(f"{run.model}: it has no embedding for {shown(beyond)} of its tokenizer, which no row has")
 
 
 def _check_positions(run: RunConfig, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:

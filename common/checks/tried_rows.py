@@ -106,8 +106,9 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
     labelled = 1 if classes else summary or tokens - 1
-    about = {"classes": classes, "target_length": summary, "task": run.task}
-    return with_tiles(run, BatchShape(run.per_device_train_batch_size, tokens, labelled, **about))
+    return with_tiles(run, BatchShape(
+        run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary, task=run.task
+    ))  # fmt: skip
 
 
 def rows_of_length(run: RunConfig, tokens: int) -> Rows:
@@ -151,6 +152,5 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
     """Return the shape of the longest batch; the longest rows alone need not have every label."""
-    batch = longest_batch(rows.train, run.per_device_train_batch_size, run)
-    batch = replace(batch, tiles=rows.tiles)
+    batch = replace(longest_batch(rows.train, run.per_device_train_batch_size, run), tiles=rows.tiles)
     return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch

@@ -11,8 +11,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import pandas as pd
-import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from torch.nn import Module
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
@@ -29,36 +30,25 @@ class StepMeter(TrainerCallback):
     """Keeps loss and time of each step, and the memory of the last one, on a CPU of its tensors."""
 
     def __init__(self, rank: Rank) -> None:
-        """Measure on this rank's device."""
         self.memory, self.counting, self.ends_s = PeakMemory(rank), ExitStack(), []
         self.memory.enter(TRAINING)
 
     @override
     def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: object,
+        self, _: object, state: TrainerState, __: object, model: Module, optimizer: Optimizer, **___: object
     ) -> None:
         if state.global_step == state.max_steps - 1:
             parts = {"weights": tensors_of(model), "optimizer": state_tensors(optimizer)}
             self.counting.enter_context(self.memory.counting(TRAINING, parts))
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, _: object, __: object, control: TrainerControl, **___: object) -> None:
         control.should_log = True
         self.ends_s.append(time.perf_counter())
         self.counting.close()
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
         self.memory.enter("done")
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         *ends_s, _ = self.ends_s  # the last step was counted, which takes time
@@ -73,8 +63,7 @@ class StepMeter(TrainerCallback):
 def trained_beside(run: RunConfig, rank: Rank, ways: dict[str, Callable[[Trial], object]]) -> pd.DataFrame:
     """Train a few steps in each of several ways, and return what `StepMeter` found of each; called on every rank.
 
-    Each step has the same `ROWS` rows per rank, so that all ways divide them alike, and no dropout, whose masks no two
-    ways draw alike.
+    Steps have the same `ROWS` rows per rank, which all ways divide alike, and no dropout, whose masks would differ.
     """
     rows = {"per_device_train_batch_size": ROWS, "train_rows": ROWS * run.data_parallel_ranks}
     dropout = {"lora_dropout": 0.0} if run.method.has_adapters else {}

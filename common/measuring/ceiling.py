@@ -25,15 +25,14 @@ def measure_machine_ceiling(
 
     Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
     rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
-    each, without synchronising. The trained weights are put back afterwards. `model` stands in for the loop's own,
-    where that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
-    synchronising, in the same turns, as a machine's speed may be another one an hour later.
+    each, without synchronising. Trained weights are put back afterwards. `model` stands in for the loop's own, where
+    that is divided. With `replica`, DDP's own module, all ranks at once are also timed with synchronising.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
         `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
-        The seconds per step of all three (medians of the rounds).
-        With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
+        The seconds per step of each (medians of the rounds).
+        With a `replica`, `reached`: the share of the ceiling that is left with synchronising.
     """
     model, rank, part = (model or loop.model).train(), loop.rank, copy(loop.part)
     trained = [weight for weight in model.parameters() if weight.requires_grad]

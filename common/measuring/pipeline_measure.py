@@ -16,12 +16,9 @@ from common.runtime.memory_tracker import MemoryTracker, watch_gradients
 from common.training.answer_logits import Batch
 from common.training.loop import TrainingLoop
 
-Work = Callable[[Batch], object]
-"""The passes of a step. Naive model parallel has the whole batch as one micro-batch: one stage works at a time."""
-TIMED_S = 1.5
-"""Seconds of naive model parallel that are timed at once."""
-TRIM_THRESHOLD, MOST_MAPPED = -1, -4
-"""Of glibc's mallopt (M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h)."""
+Work = Callable[[Batch], object]  # the passes of a step
+TIMED_S = 1.5  # seconds of naive model parallel that are timed at once
+TRIM_THRESHOLD, MOST_MAPPED = -1, -4  # of glibc's mallopt: M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:
@@ -33,9 +30,9 @@ def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dic
     """Time steps of GPipe, 1F1B and naive model parallel on the same batch; idle shares, and what was possible.
 
     Forward and backward passes only; every schedule in turn, `rounds` times, medians, up to `steps` times on one batch
-    (less often with a large model), as a batch of another shape needs another schedule. What is allowed is the bubble's
-    formula times the machine's ceiling: one stage's passes alone against those of all stages at once, nothing being
-    sent. Weights stay as they are. Rank 0 prints a line after each round.
+    (less often with a large model). Naive model parallel has the whole batch as one micro-batch: one stage works at a
+    time. What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against those of
+    all stages at once, nothing being sent. Weights stay as they are.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
@@ -99,8 +96,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep what PyTorch frees, as PyTorch's own allocator does on a GPU.
 
     Else it gives the largest blocks back to the kernel, and every step of naive model parallel, whose whole batch needs
-    them, waits for new pages: the pipeline would be credited with what a setting of the allocator corrects. From now
-    on this holds for every schedule; it changes nothing where there is no glibc.
+    them, waits for new pages: the pipeline would be credited with that. It changes nothing where there is no glibc.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
