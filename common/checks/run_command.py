@@ -9,7 +9,6 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does, workflows_of
-from common.base.specs import HasSpecs
 from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
@@ -70,33 +69,23 @@ def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
     Raises:
         BadInputError: No run folder takes it, and why.
     """
-    task = _task_of(plan)
-    if not task:
+    if not (task := _task_of(plan)):
         name = plan.architecture.name
         raise BadInputError(f"none has runs for {name}'s own head; with --classes it is a classifier.")
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
-
-    def settings(own: RunConfig) -> dict[str, object]:
-        return _settings(plan, own) | _model_settings(own, model, model_revision)
-
-    return _command(plan.job, task, device, settings, plan.cluster.nodes)
+    named = {"model": model, "model_revision": model_revision}
+    return _command(plan.job, task, device, _settings(plan) | named, plan.cluster.nodes)
 
 
 def command_of_run(run: RunConfig, device: str) -> str:
     """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda)."""
     adapters = ("lora_r", "lora_dropout") if run.method.has_adapters else ()
     lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
-    wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths)}
-
-    def settings(own: RunConfig) -> dict[str, object]:
-        return wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own)
-
-    return _command(run, run.task, device, settings, run.nodes)
+    wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths, "model", "model_revision")}
+    return _command(run, run.task, device, wanted, run.nodes)
 
 
-def _command(
-    way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]], nodes: int
-) -> str:
+def _command(way: Job | RunConfig, task: str, device: str, wanted: dict[str, object], nodes: int) -> str:
     """Return the command with the run folder that takes the settings with the fewest options."""
     taken, refusal = [], f"none does {way.technique} with {way.parallel}."
     for folder, literal in run_folders().items():
@@ -104,7 +93,7 @@ def _command(
         if not is_alike or not workflow_does(literal, way.technique, way.parallel):
             continue
         try:
-            options = _options(folder, literal, way, settings)
+            options = _options(folder, literal, way, wanted)
         except BadInputError as refused:
             refusal = str(refused)
         else:
@@ -136,13 +125,14 @@ def _task_of(plan: Plan) -> str:
     return "classification" if plan.job.batch.classes else ""
 
 
-def _options(
-    folder: Path, literal: RunConfig, way: HasSpecs, settings: Callable[[RunConfig], dict[str, object]]
-) -> list[str]:
+def _options(folder: Path, literal: RunConfig, way: Job | RunConfig, wanted: dict[str, object]) -> list[str]:
     """Return what to pass to the folder's command, for the settings that a run like its own is to have."""
     has_settings = read_lora(literal_file_of(folder))
     own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
-    wanted = settings(own)
+    wanted = wanted.copy()
+    wanted |= _fitting(way, own) | _model_settings(own, wanted.pop("model"), wanted.pop("model_revision"))
+    if not own.per_device_eval_batch_size:  # the run chooses as the planner does
+        wanted.pop("per_device_eval_batch_size", None)
     own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
     # technique and parallelism decide about a folder's own settings: they are named where its literal has others
     base = {name: getattr(own, name) for name in wanted}
@@ -155,8 +145,8 @@ def _options(
     return [word for name, value in spelt.items() for word in (f"--{name}", shlex.quote(value))]
 
 
-def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
-    """Return the settings of a run that is to do as planned, in a folder whose own run is `own`."""
+def _settings(plan: Plan) -> dict[str, object]:
+    """Return the settings of a run that is to do as planned."""
     job, gpu = plan.job, plan.cluster.gpus[0]
     named = () if job.target_modules == ALL_LINEAR else job.target_modules
     keeps_fp32_copy = job.parallelism.uses_deepspeed and job.precision == "bf16-mixed"
@@ -165,7 +155,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "parallel": job.parallel,
         "devices": job.devices,
         "nodes": plan.cluster.nodes,
-        "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
+        **({"gpu": gpu.name} if gpu in CATALOGUE else {}),
         # DeepSpeed keeps an fp32 copy of weights in 16 bits in any case, and a run calls it bf16
         "precision": "bf16" if keeps_fp32_copy else job.precision,
         "optim": job.optimizer,
@@ -182,7 +172,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
     }
-    if job.evaluation and own.per_device_eval_batch_size:  # else the run chooses as the planner does
+    if job.evaluation:
         wanted["per_device_eval_batch_size"] = job.evaluation.rows
     if job.method.has_adapters:
         wanted |= {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout}
@@ -192,7 +182,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         wanted["quantization"] = job.quantization
     if len(plan.architecture.stacks) > 1:
         wanted["max_target_length"] = job.batch.target_length or job.batch.length
-    return wanted | _fitting(job, own)
+    return wanted
 
 
 def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
