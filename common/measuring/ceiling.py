@@ -1,9 +1,10 @@
 """The ceiling that a machine sets on any speed-up by data-parallel ranks, measured beside the speed-up itself."""
 
-import statistics
 import time
+from collections.abc import Callable
 from copy import copy
 from itertools import islice
+from statistics import median
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
@@ -49,23 +50,20 @@ def measure_machine_ceiling(
     if replica is not None:
         timed["synchronised_share_step_s"] = (replica, shares)
 
-    def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
-        wait_for_everyone()
-        part.module = module
-        start_s = time.perf_counter()
-        for batch in batches:
-            part.loss(batch, int((batch["labels"] != IGNORED_LABEL).sum())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if rank.device != "cpu":
-            torch.accelerator.synchronize()
-        return max(gather_object([time.perf_counter() - start_s])) / len(shares)
+    def step(batch: Batch) -> None:
+        part.loss(batch, int((batch["labels"] != IGNORED_LABEL).sum())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    # memory that is new to a process costs its first step much
-    _warm_up, *rounds_s = ([step_s(*each) for each in timed.values()] for _ in range(1 + rounds))
+    taken_s: dict[str, list[float]] = {name: [] for name in timed}
+    for _ in range(1 + rounds):
+        for name, (module, batches) in timed.items():
+            part.module = module
+            taken_s[name].append(slowest_s(loop, batches, step) / len(at_once))
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    times_s = dict(zip(timed, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))
+    # the first round warms up: memory that is new to a process costs its first step much
+    times_s = {name: median(each[1:]) for name, each in taken_s.items()}
     one_global_s, one_share_s, all_shares_s, *synchronised_s = times_s.values()
     return {
         **({"reached": all_shares_s / synchronised_s[0]} if synchronised_s else {}),
@@ -73,6 +71,18 @@ def measure_machine_ceiling(
         "weak": rank.world_size * one_share_s / all_shares_s,
         **times_s,
     }
+
+
+def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Callable[[Batch], object]) -> float:
+    """Return the seconds that the slowest rank takes to `work` on its `batches`, begun together."""
+    wait_for_everyone()
+    start_s = time.perf_counter()
+    for batch in batches:
+        work(batch)
+    if loop.rank.device != "cpu":
+        torch.accelerator.synchronize()
+    loop.optimizer.zero_grad()
+    return max(gather_object([time.perf_counter() - start_s]))
 
 
 def _batch(loop: TrainingLoop, rows: list[int]) -> Batch:

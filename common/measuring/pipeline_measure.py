@@ -1,17 +1,16 @@
 """What a pipeline brings and where the rest goes: measured after training, on the rows of training."""
 
 import ctypes
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from statistics import median
 
-import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
 from common.hardware.devices import MIB
+from common.measuring.ceiling import slowest_s
 from common.runtime.memory_tracker import MemoryTracker, watch_gradients
 from common.training.answer_logits import Batch
 from common.training.loop import TrainingLoop
@@ -78,18 +77,6 @@ def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dic
         "passes": {name: passes_of(loop, batches[0], work) for name, work in schedules.items()},
         "peak_activations_mib": {name: activations_mib(loop, batches[0], work) for name, work in schedules.items()},
     }
-
-
-def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Work) -> float:
-    """Return the seconds that the slowest rank takes to `work` on its `batches`, begun together."""
-    wait_for_everyone()
-    start_s = time.perf_counter()
-    for batch in batches:
-        work(batch)
-    if loop.rank.device != "cpu":
-        torch.accelerator.synchronize()
-    loop.optimizer.zero_grad()
-    return max(gather_object([time.perf_counter() - start_s]))
 
 
 def keep_freed_memory() -> None:
