@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -211,13 +210,12 @@ def tracked_step(
         watch_gradients(model, tracker)
         if run.parallelism.pipelines:
             part = stack.enter_context(stage_alone(run, model, number, "attention_mask" in inputs, tracker))
-            take = take_stage_step
         else:
             module = model
             if run.parallelism.replicates:
                 tracker.enter("load", "gradients")  # its buckets hold them
                 module = stack.enter_context(one_of_many_ranks(model, run.world_size))
-            part, take = Part(module, on_cpu(run), Rank(0, 1, "cpu", "python")), partial(take_step, share=share)
+            part = Part(module, on_cpu(run), Rank(0, 1, "cpu", "python"))
         part.optimizer = make_optimizer(part.model, part.run)
         if as_on_gpu:
             for group in part.optimizer.param_groups:
@@ -229,7 +227,7 @@ def tracked_step(
         part.step()
         part.forget_gradients()
         tracker.timeline.clear()
-        take(part, inputs, tracker)
+        take_step(part, inputs, tracker, share=share)
     return tracker.timeline
 
 
@@ -293,25 +291,21 @@ def loss_of_share(part: Part, inputs: dict[str, Any], share: Share) -> torch.Ten
 
 def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share = WHOLE) -> None:
     """Take one optimizer step as a workflow does; `tracker` is told of its phases."""
-    tracker.enter("load")
-    tracker.enter("forward: embeddings")
-    loss = loss_of_share(part, inputs, share)
-    tracker.enter(f"backward: {_after_layers(share)}")
-    loss.backward()
-    del loss  # its graph has the gradient of a hidden state
-    tracker.enter("optimizer: clipping and step", "optimizer")
-    part.clip_gradients(part.run.max_grad_norm)
-    part.step()
-    part.forget_gradients()
-
-
-def take_stage_step(part: Stage, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
-    """Take one optimizer step of a stage as a workflow does; `tracker` is told of its phases."""
-    tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
-    part.back_propagate({"attention_mask": torch.ones_like(batch["input_ids"]), **batch}, 1)
-    tracker.enter("optimizer: tied weights and clipping", "buffers")
-    part.clip_gradients(part.run.max_grad_norm)
-    tracker.enter("optimizer: step", "optimizer")
+    if isinstance(part, Stage):
+        tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
+        part.back_propagate({"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}, 1)
+        tracker.enter("optimizer: tied weights and clipping", "buffers")
+        part.clip_gradients(part.run.max_grad_norm)
+        tracker.enter("optimizer: step", "optimizer")
+    else:
+        tracker.enter("load")
+        tracker.enter("forward: embeddings")
+        loss = loss_of_share(part, inputs, share)
+        tracker.enter(f"backward: {_after_layers(share)}")
+        loss.backward()
+        del loss  # its graph has the gradient of a hidden state
+        tracker.enter("optimizer: clipping and step", "optimizer")
+        part.clip_gradients(part.run.max_grad_norm)
     part.step()
     part.forget_gradients()
 

@@ -76,21 +76,17 @@ def check_settings(run: RunConfig) -> RunConfig:
         BadInputError: what is unknown, missing or malformed.
     """
     first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
-             check_compiler, check_judge, check_trackers, check_optimizer, check_schedule_name)  # fmt: skip
+             check_compiler, check_trackers, check_optimizer, check_schedule_name)  # fmt: skip
     for check in first:
         check(run)
+    if run.goal.is_judged and run.independent_judge == "minilm":
+        check_minilm("independent_judge is minilm", "--independent_judge none")
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
     for check in (check_targets, check_quantizable, check_liger, _check_parallelism, _check_pairs, check_weights):
         check(run)
     return run
-
-
-def check_judge(run: RunConfig) -> None:
-    """Raise BadInputError where the judge of the run's answers is not here."""
-    if run.goal.is_judged and run.independent_judge == "minilm":
-        check_minilm("independent_judge is minilm", "--independent_judge none")
 
 
 def check_trackers(run: RunConfig) -> None:
