@@ -21,7 +21,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.folder_training import tried_by_folder
-from common.checks.gpu_check import LeftOutError
+from common.checks.gpu_check import NotDoneError
 from common.checks.measured_steps import StepClock
 from common.checks.preflight import planned_step_s
 from common.checks.tried_rows import batch_of_length, rows_of_length
@@ -74,14 +74,14 @@ class Trial:
         return suited_to_model(replace(folder, **asked, **own | self.settings, **without_evaluation))
 
     def planned(self, gpu: Gpu, scale: Scale = GPU_SCALE) -> Plan:
-        """Return the plan with the most rows that have room on the GPU; `LeftOutError` where not even one has."""
+        """Return the plan with the most rows that have room on the GPU; `NotDoneError` where not even one has."""
         with pulled(self.levers):
             for rows in range(scale.rows, 0, -1):
                 run = self.run(replace(scale, rows=rows))
                 plan = plan_run(run, batch_of_length(run, scale.length), gpu)
                 if plan.fits:
                     return plan
-        raise LeftOutError(
+        raise NotDoneError(
             f"by the plan one row needs {plan.fullest[0].peak_gib:.1f} GiB, and {gpu.name} has {gpu.memory_gib:.1f}"
         )
 
@@ -116,7 +116,7 @@ def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
     """Return a trial's record: its steps' times, tokens per second, MFU and peak memory, beside the plan's.
 
     Raises:
-        LeftOutError: by the plan not even one row has room on the GPU.
+        NotDoneError: by the plan not even one row has room on the GPU.
     """
     plan = trial.planned(gpu, scale)
     run = trial.run(replace(scale, rows=plan.job.batch.rows))

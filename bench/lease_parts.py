@@ -17,7 +17,7 @@ from bench.planner_points import Point
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.checks import gpu_check, preflight
-from common.checks.gpu_check import LeftOutError
+from common.checks.gpu_check import NotDoneError
 from common.checks.machine_facts import facts
 from common.checks.processes import not_installed
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
@@ -233,7 +233,7 @@ def _why_not(trial: Trial, card: Gpu | None) -> str:
             return missing
     try:
         trial.planned(card or cpu_device(), scale_of(card and card.name))
-    except LeftOutError as too_large:
+    except NotDoneError as too_large:
         return str(too_large)
     return ""
 

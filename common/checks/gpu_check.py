@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -72,29 +71,38 @@ SHAPES = {
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
 
-class LeftOutError(Exception):
-    """A part that cannot be tried here, and why."""
+class NotDoneError(Exception):
+    """A part that does not work, or was left out: `record` says why."""
+
+    def __init__(self, why: str, status: str = LEFT_OUT, **about: Any) -> None:
+        super().__init__(why)
+        self.record: Record = {"status": status, "why": why, **about}
 
 
-def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
-    """Return the record of a process that did not do what it should, or hung, unless the budget was over."""
-    why, code = last_error(ended.stdout), ended.returncode
+def output_of(command: Sequence[str], limit_s: float) -> str:
+    """Return what a process says that ends well.
+
+    Raises:
+        NotDoneError: it did not, or hung, or the budget was over.
+    """
+    ended = run_process(command, limit_s)
+    code, why = ended.returncode, last_error(ended.stdout)
+    if code == 0:
+        return ended.stdout
     if code is None and limit_s < PART_S:
-        raise LeftOutError(f"the budget was over after {limit_s:.0f} s of it: {MORE}")
+        raise NotDoneError(f"the budget was over after {limit_s:.0f} s of it: {MORE}")
     if code is None:
         why = f"took longer than {limit_s:.0f} s; its last words: {why}"
     elif code < 0:
         why = f"killed by signal {-code}; its last words: {why}"
-    return {"status": FAILS, "why": why, "exit_code": code, "output": ended.stdout.splitlines()[-KEPT_LINES:]}
+    raise NotDoneError(why, FAILS, exit_code=code, output=ended.stdout.splitlines()[-KEPT_LINES:])
 
 
 def look_at_machine(limit_s: float) -> Record:
     """Look at driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
-    ended = run_process(["-m", "common.checks.machine_facts"], limit_s)
-    if ended.returncode != 0:
-        return failed(ended, limit_s)
+    said = output_of(["-m", "common.checks.machine_facts"], limit_s).splitlines()
     # libraries may warn before it and, as they are left, after it
-    facts = json.loads(next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{")))
+    facts = json.loads(next(line for line in reversed(said) if line.startswith("{")))
     wrong = what_is_wrong(facts)
     return {"status": FAILS if wrong else WORKS, "why": wrong or summary_of(facts), "facts": facts}
 
@@ -162,7 +170,7 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
     Of whole models, which are saved and read again, and whose parts are made on the host, it is the smallest shape.
 
     Raises:
-        LeftOutError: not even the smallest shape fits.
+        NotDoneError: not even the smallest shape fits.
     """
     rows, tokens = batch_on(own, devices)
     settings: dict[str, object] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), rows)
@@ -184,7 +192,7 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
         plan = plan_run(run, batch_of_length(run, tokens), devices.card)
         if plan.fits:
             return {**settings, "model": shape}
-    raise LeftOutError(
+    raise NotDoneError(
         f"by the plan even {shape} needs {plan.fullest[0].peak_gib:.1f} GiB, and {devices.card.memory_gib:.1f} are free"
     )
 
@@ -192,18 +200,14 @@ def fitting_settings(own: RunConfig, devices: Devices) -> dict[str, object]:
 def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
     """Return what a preflight of a run folder measured beside what was planned, or why it refused."""
     if devices.count == 1 and not PARALLELISMS[parallel_on(own, devices)].is_single:
-        raise LeftOutError("needs two GPUs, and there is one")
+        raise NotDoneError("needs two GPUs, and there is one")
     if missing := not_installed(["bitsandbytes"] if own.method.quantizes else []):
-        raise LeftOutError(missing)
-    settings, limit_s = fitting_settings(own, devices), min(limit_s, PART_S)
+        raise NotDoneError(missing)
+    settings, length = fitting_settings(own, devices), str(batch_on(own, devices)[1])
     with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
-        length = str(batch_on(own, devices)[1])
         command = ["-m", "common.preflight", own.run_folder, "--json", file.name, "--seq-len", length]
-        ended = run_process([*command, *(f"--{name}={value}" for name, value in settings.items())], limit_s)
-        figures = Path(file.name).read_text(encoding="utf-8")
-    if ended.returncode != 0 or not figures:
-        return {**failed(ended, limit_s), "settings": settings}
-    return judged(json.loads(figures))
+        output_of([*command, *(f"--{name}={value}" for name, value in settings.items())], min(limit_s, PART_S))
+        return judged(json.loads(Path(file.name).read_text(encoding="utf-8")))
 
 
 def judged(figures: Record) -> Record:
@@ -268,10 +272,10 @@ def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
     print(f"{name} ...", flush=True)
     try:
         if left_s < LEAST_S:
-            raise LeftOutError(f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed: {MORE}")
+            raise NotDoneError(f"{max(0.0, left_s):.0f} s of the budget are left, and {LEAST_S:.0f} are needed: {MORE}")
         found = call(left_s)
-    except LeftOutError as why:
-        found = {"status": LEFT_OUT, "why": str(why)}
+    except NotDoneError as failure:
+        found = failure.record
     except Exception as error:  # the next part has nothing to do with it
         found = {"status": FAILS, "why": f"{type(error).__name__}: {error}"}
     print(f"{name}: {found['status']}, {time.monotonic() - start_s:.0f} s", flush=True)

@@ -193,7 +193,7 @@ def test_a_workflow_refuses_another_ones_loop(monkeypatch: pytest.MonkeyPatch) -
     own = literal_of(REPOSITORY / "3.2_summarization" / "run_0_cpu_x2")
     monkeypatch.setattr(sys.modules["__main__"], "RUN", own, raising=False)
     check_folder(own)
-    with pytest.raises(BadInputError, match="loop is accelerate, but .* is for trainer: leave --loop out"):
+    with pytest.raises(BadInputError, match=r"loop is accelerate, but .* is for trainer: leave --loop out"):
         check_folder(replace(own, loop="accelerate"))
 
 
