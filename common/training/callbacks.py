@@ -62,9 +62,7 @@ class FirstStepReport(TrainerCallback):
         self.rank, self.work, self.tokenizer = rank, work, tokenizer
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step != 1:
             return
         for device in self.rank.devices:
@@ -152,17 +150,13 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         # the last steps, too, where their number is no multiple of the interval
         control.should_log = control.should_log or state.global_step == state.max_steps
 
