@@ -103,7 +103,7 @@ def look_at_machine(limit_s: float) -> Record:
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(said) if line.startswith("{")))
     wrong = what_is_wrong(facts)
-    return {"status": FAILS if wrong else WORKS, "why": wrong or summary_of(facts), "facts": facts}
+    return {"status": FAILS if wrong else WORKS, "why": wrong or _summary_of(facts), "facts": facts}
 
 
 def what_is_wrong(facts: Record) -> str:
@@ -121,8 +121,7 @@ def what_is_wrong(facts: Record) -> str:
     return "; ".join(f"cuda:{number}: {card['error']}" for number, card in enumerate(torch["cards"]) if card["error"])
 
 
-def summary_of(facts: Record) -> str:
-    """Return cards, driver, build and missing packages, in a line."""
+def _summary_of(facts: Record) -> str:
     torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
     said = [

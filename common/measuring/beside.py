@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 from torch.nn import Module
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
@@ -42,13 +42,13 @@ class StepMeter(TrainerCallback):
             self.counting.enter_context(self.memory.counting(TRAINING, parts))
 
     @override
-    def on_step_end(self, _: object, __: object, control: TrainerControl, **___: object) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         control.should_log = True
         self.ends_s.append(time.perf_counter())
         self.counting.close()
 
     @override
-    def on_train_end(self, _: object, state: TrainerState, *__: object, **___: object) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.memory.enter("done")
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         *ends_s, _ = self.ends_s  # the last step was counted, which takes time
