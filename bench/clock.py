@@ -90,7 +90,9 @@ class ClockCallback(TrainerCallback):
         """`clock` is started where training begins."""
         self.clock = clock
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Start: the first batch is asked for right after this. A tool that packs rows has other steps."""
         self.clock.steps_per_epoch = state.max_steps // MOST_EPOCHS
         self.clock.start()

@@ -150,7 +150,9 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
