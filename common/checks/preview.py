@@ -26,13 +26,11 @@ LEARNT, READ, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"  # terminal colours: bo
 
 @dataclass(frozen=True)
 class Preview:
-    """The rows of a run; longer ones than `max_length` are cut there when they are trained."""
+    """The rows of a run, and each training row's tokens, which are cut at `max_length` only when they are trained."""
 
+    run: RunConfig
     splits: Splits
-    tokens: Sequence[Tokens]  # of each training row, not cut
-    max_length: int
-    learns_tokens: bool  # labels stand on a row's own tokens; else they are a class or a summary
-    max_target_length: int = 0  # longer summaries are cut here; 0 = there are none
+    tokens: Sequence[Tokens]
 
     @property
     def lengths(self) -> list[int]:
@@ -42,7 +40,7 @@ class Preview:
     @property
     def learnt(self) -> list[int]:
         """Tokens of each conversation that are learnt, within `max_length`."""
-        return [sum(label != IGNORED_LABEL for label in row["labels"][: self.max_length]) for row in self.tokens]
+        return [sum(label != IGNORED_LABEL for label in row["labels"][: self.run.max_length]) for row in self.tokens]
 
     @property
     def repeated(self) -> int:
@@ -51,7 +49,7 @@ class Preview:
 
     def row(self, number: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
         """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1."""
-        row = first_tokens(self.tokens[number - 1], self.max_length)
+        row = first_tokens(self.tokens[number - 1], self.run.max_length)
         text = coloured(row, tokenizer, in_colour)
         if "rejected_ids" not in row:
             return text
@@ -62,24 +60,26 @@ class Preview:
         rows = (self.splits.train, self.splits.validation, self.splits.test)
         sizes = ", ".join(f"{len(split):,} {name}" for name, split in zip(SPLIT_NAMES, rows, strict=True))
         ninetieth = lengths[int(0.9 * (len(lengths) - 1))]
-        cut = sum(length > self.max_length for length in lengths)
+        cut = sum(length > self.run.max_length for length in lengths)
         share, beyond = self._said_of_learning()
         return "\n".join([
             f"rows     {sizes}; {self.repeated:,} training rows repeat an earlier one",
             f"tokens   {sum(lengths):,} in training rows{share}",
             f"length   {lengths[0]:,} to {lengths[-1]:,} tokens, median {statistics.median(lengths):,.0f}; nine in ten "
             f"rows have at most {ninetieth:,}",
-            f"cut      {cut:,} rows have more than max_length, {self.max_length:,}{beyond}",
+            f"cut      {cut:,} rows have more than max_length, {self.run.max_length:,}{beyond}",
         ])  # fmt: skip
 
     def _said_of_learning(self) -> tuple[str, str]:
-        if self.max_target_length:
-            cut = sum(len(row["labels"]) > self.max_target_length for row in self.tokens)
-            return "", f"; {cut:,} summaries have more than max_target_length, {self.max_target_length:,}"
-        if not self.learns_tokens:
+        if self.run.goal.summarizes:
+            most = self.run.max_target_length
+            cut = sum(len(row["labels"]) > most for row in self.tokens)
+            return "", f"; {cut:,} summaries have more than max_target_length, {most:,}"
+        if not self.run.goal.converses:
             return "", ""
         if is_plain(self.splits.train):
-            return ", with end tokens; all are learnt", f"; they are divided into pieces of {self.max_length:,} tokens"
+            pieces = f"; they are divided into pieces of {self.run.max_length:,} tokens"
+            return ", with end tokens; all are learnt", pieces
         learnt = self.learnt
         none = learnt.count(0)
         remedy = f": --max_length {self.lengths[-1]} has all" if none else ""
@@ -91,11 +91,9 @@ class Preview:
 
 def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> Preview:
     """Turn the training rows into tokens, whole ones, to be counted and shown."""
-    uncut = replace(run, max_length=LARGEST, long_texts="cut")
-    if not run.goal.summarizes:
-        return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
-    tokens = tokens_of(splits.train, tokenizer, replace(uncut, max_target_length=LARGEST))
-    return Preview(splits, tokens, run.max_length, False, run.max_target_length)
+    lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
+    uncut = replace(run, **dict.fromkeys(lengths, LARGEST), long_texts="cut")
+    return Preview(run, splits, tokens_of(splits.train, tokenizer, uncut))
 
 
 def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
@@ -137,7 +135,7 @@ def main() -> None:
     check_tokens(splits, tokenizer, run)
     shown = preview(run, splits, tokenizer)
     print(shown)
-    if shown.learns_tokens:
+    if run.goal.converses:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         how = "green" if in_colour else "between [[ and ]]"
         row = shown.row(options.row, tokenizer, in_colour)

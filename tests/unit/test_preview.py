@@ -59,7 +59,7 @@ def test_a_row_is_shown_with_what_is_learnt(rows: Path) -> None:
     assert coloured(row, tokenizer, in_colour=False) == "<|user|>Who?<|end|><|assistant|>[[Ann did.<|end|>]]"
     painted = f"{READ}<|user|>Who?<|end|><|assistant|>{PLAIN}{LEARNT}Ann did.<|end|>{PLAIN}"
     assert coloured(row, tokenizer) == found.row(1, tokenizer) == painted
-    cut = replace(found, max_length=len(row["input_ids"]) - 1)
+    cut = replace(found, run=replace(run, max_length=len(row["input_ids"]) - 1))
     assert cut.row(1, tokenizer, in_colour=False) == "<|user|>Who?<|end|><|assistant|>[[Ann did.]]", "as it is trained"
     row = preview_of(replace(run, train_on="prompt")).tokens[0]
     assert coloured(row, tokenizer, in_colour=False) == "[[<|user|>Who?<|end|><|assistant|>]]Ann did.<|end|>"
