@@ -15,9 +15,14 @@ from common.base.errors import BadInputError, shortened
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import measured_steps, planner_command, preflight
-from common.checks.inputs import check_settings, check_trackers, check_training_rows
+from common.checks.inputs import (
+    check_rows_readable,
+    check_settings,
+    check_trackers,
+    check_training_rows,
+    tokens_without_embedding,
+)
 from common.checks.optimizers import check_optimizer, check_schedule
-from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data import stored_rows
 from common.data.batches import longest_first
 from common.data.rows import Splits
