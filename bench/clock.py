@@ -110,12 +110,7 @@ class ClockCallback(TrainerCallback):
         self.clock.step_begins(model, optimizer)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
     ) -> None:
         """End the training where the trial is over."""
         if self.clock.step_done(model):

@@ -8,10 +8,9 @@ and computes nothing. A mode counts the storages that are alive. Two small depth
 the same, they are extrapolated to all layers, segment by segment. Of a model that is divided among devices each
 device's share is run alone: with pp by the real schedule, which sends nothing.
 
-The dry run of a run on a GPU does as a GPU does where PyTorch chooses other operations there: dropout keeps a mask of
-one byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors,
-and TRL's head reads the answers' positions alone. What it cannot see: the CUDA context, gaps between allocated blocks,
-and what is being sent between devices.
+Of a run on a GPU it does as a GPU does where that has other operations: dropout's masks, layer norms and softmax under
+autocast, unfused optimizers, TRL's head. It cannot see the CUDA context, gaps between allocated blocks, and what is
+being sent between devices.
 """
 
 from copy import deepcopy

@@ -114,12 +114,7 @@ class UpdateReport(TrainerCallback):
 
     @override
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
     ) -> None:
         if self.before:
             pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
@@ -164,12 +159,7 @@ class ProgressReport(TrainerCallback):
 
     @override
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: object
     ) -> None:
         # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)
