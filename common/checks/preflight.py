@@ -78,7 +78,9 @@ def place_and_plan(
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     """Return the number of optimizer steps of the whole run; None: it depends on `row_count`, which is not known."""
-    return run.max_steps if run.max_steps > 0 else row_count and run.total_steps(row_count)
+    if run.max_steps > 0:
+        return run.max_steps
+    return None if row_count is None else run.total_steps(row_count)
 
 
 def planned_gib(plan: Plan | None, number: int) -> float | None:
