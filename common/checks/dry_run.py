@@ -24,7 +24,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import WHOLE, fake_step
 from common.checks.folder_runs import folder_parser, run_of_folder
-from common.checks.optimizers import check_optimizer
+from common.checks.inputs import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
 from common.models.families import suited_to_model

@@ -27,9 +27,8 @@ from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import folder_parser, run_of_folder
-from common.checks.inputs import check_room_to_save, check_settings, check_training_rows
+from common.checks.inputs import check_room_to_save, check_schedule, check_settings, check_training_rows
 from common.checks.measured_steps import Measured, answered_at_once, measure_all
-from common.checks.optimizers import check_schedule
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, gpu_of_device, gpus, read_memory

@@ -15,8 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_settings
-from common.checks.optimizers import check_schedule
+from common.checks.inputs import check_schedule, check_settings
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import exchange_timeout

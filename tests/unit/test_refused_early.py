@@ -16,13 +16,14 @@ from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.checks import measured_steps, planner_command, preflight
 from common.checks.inputs import (
+    check_optimizer,
     check_rows_readable,
+    check_schedule,
     check_settings,
     check_trackers,
     check_training_rows,
     tokens_without_embedding,
 )
-from common.checks.optimizers import check_optimizer, check_schedule
 from common.data import stored_rows
 from common.data.batches import longest_first
 from common.data.rows import Splits
@@ -288,7 +289,7 @@ def test_an_optimizer_is_built_before_the_run_builds_it(monkeypatch: pytest.Monk
     for name in ("adamw_torch_fused", "adafactor", "sgd"):
         check_optimizer(replace(RUN, optim=name))
     monkeypatch.setattr(
-        "common.checks.optimizers.OptimizerNames", [SimpleNamespace(value=name) for name in ("sgd", *ASKED)]
+        "common.checks.inputs.OptimizerNames", [SimpleNamespace(value=name) for name in ("sgd", *ASKED)]
     )
     for name in ASKED:
         found = refusal(check_optimizer, replace(RUN, optim=name))
