@@ -13,7 +13,7 @@ from subprocess import PIPE
 from typing import IO, Any, Literal
 
 from common.checks.gpu_check import without_places
-from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, last_error, start_process
+from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, start_process, why_ended
 
 RESULTS = "results.jsonl"
 POLL_S = 0.05
@@ -205,6 +205,5 @@ def _finish(ended: Started, results: Results) -> None:
     elif exit_code is None and ended.limit_s < ended.part.limit_s:
         results.add(ended.part, "cut off", f"the lease was over after {ended.limit_s:.0f} s of it", seconds)
     else:
-        why = f"took longer than {ended.limit_s:.3g} s; last words: " if exit_code is None else ""
-        output = words[-KEPT_LINES:]
-        results.add(ended.part, "failed", why + last_error("\n".join(words)), seconds, output=output)
+        why = why_ended(exit_code, "\n".join(words), ended.limit_s)
+        results.add(ended.part, "failed", why, seconds, output=words[-KEPT_LINES:])

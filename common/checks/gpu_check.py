@@ -39,7 +39,17 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders, workflow_does
 from common.base.secrets import without_secrets
 from common.base.specs import PARALLELISMS
-from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, WORKS, last_error, not_installed, run_process
+from common.checks.processes import (
+    END_S,
+    FAILS,
+    KEPT_LINES,
+    LEFT_OUT,
+    WORKS,
+    last_error,
+    not_installed,
+    run_process,
+    why_ended,
+)
 from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
 from common.planning.plans import plan_run
@@ -85,16 +95,13 @@ def output_of(command: Sequence[str], limit_s: float) -> str:
         NotDoneError: it did not, or hung, or the budget was over.
     """
     ended = run_process(command, limit_s)
-    code, why = ended.returncode, last_error(ended.stdout)
+    code = ended.returncode
     if code == 0:
         return ended.stdout
     if code is None and limit_s < PART_S:
         raise NotDoneError(f"the budget was over after {limit_s:.0f} s of it: {MORE}")
-    if code is None:
-        why = f"took longer than {limit_s:.0f} s; its last words: {why}"
-    elif code < 0:
-        why = f"killed by signal {-code}; its last words: {why}"
-    raise NotDoneError(why, FAILS, exit_code=code, output=ended.stdout.splitlines()[-KEPT_LINES:])
+    output = ended.stdout.splitlines()[-KEPT_LINES:]
+    raise NotDoneError(why_ended(code, ended.stdout, limit_s), FAILS, exit_code=code, output=output)
 
 
 def look_at_machine(limit_s: float) -> Record:

@@ -74,6 +74,14 @@ def last_error(output: str) -> str:
     return next((line for line in reversed(lines) if line), "it ended without a word")
 
 
+def why_ended(code: int | None, output: str, limit_s: float) -> str:
+    """Return why a process did not end well; `code` is None where it was ended after `limit_s` seconds."""
+    why = last_error(output)
+    if code is None:
+        return f"took longer than {limit_s:.3g} s; its last words: {why}"
+    return f"killed by signal {-code}; its last words: {why}" if code < 0 else why
+
+
 def not_installed(needed: Iterable[str]) -> str:
     """Return how to install those packages that are missing; empty = none is."""
     missing = [name for name in needed if find_spec(name) is None]
