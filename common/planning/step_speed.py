@@ -10,7 +10,7 @@
 - Launches are what Python takes to start a layer's kernels. Short rows and small batches wait for them.
 
 The bytes are counted, not fitted. Fitted are the constants that say so, to the points of assets/published_rates.json
-(`common.planning.published_rates` reads them, and compares).
+(`python -m assets.fit_rates`).
 """
 
 from dataclasses import astuple, dataclass, replace

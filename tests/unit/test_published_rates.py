@@ -1,5 +1,6 @@
 """The planner's times beside rates that others published, and what must hold where nothing is published."""
 
+import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -7,11 +8,13 @@ from statistics import median
 
 import pytest
 
+from bench.published import beside_planned
+from bench.published_rates import planned_rates, rates_not_used
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
 from common.planning.plans import make_plan
-from common.planning.published_rates import best_published, evidence, excluded_rates, published_rates
+from common.planning.published_rates import PLANNED_PATH, best_published, evidence, published_rates
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
@@ -40,15 +43,19 @@ def test_planned_rates_are_near_the_published_ones(sources: set[str] | None) -> 
 
 @pytest.mark.parametrize("technique", ["full", "lora", "qlora"])
 def test_no_technique_is_planned_too_fast_or_too_slow(technique: str) -> None:
-    ratios = [rate.ratio for rate in published_rates() if rate.job.technique == technique]
+    ratios = [rate.ratio for rate in published_rates() if rate.technique == technique]
     assert len(ratios) > 50
     assert 0.9 < median(ratios) < 1.1
 
 
 def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
-    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in published_rates())
-    assert all(entry["reason"] and entry["source"] for entry in excluded_rates())
+    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in planned_rates())
+    assert all(entry["reason"] and entry["sources"] for entry in rates_not_used())
     assert set(WELL_KNOWN) <= {rate.label for rate in published_rates()}
+
+
+def test_what_is_kept_of_published_runs_is_what_the_planner_says_of_them_now() -> None:
+    assert json.loads(PLANNED_PATH.read_text(encoding="utf-8")) == beside_planned(), "run python -m bench.published"
 
 
 def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:
@@ -70,7 +77,7 @@ def test_lora_is_never_slower_than_full_fine_tuning_of_the_same_rows(gpu: Gpu) -
 def test_what_is_published_agrees_from_4b_parameters_on() -> None:
     """Of steps published with LoRA and with full fine-tuning, LoRA is slower in few, all of smaller models."""
     steps = defaultdict(lambda: defaultdict(list))
-    for rate in published_rates():
+    for rate in planned_rates():
         settings = replace(rate.job, technique="full", lora_rank=8, target_modules=(), precision="bf16")
         steps[rate.architecture, rate.gpu, rate.source, settings][rate.job.technique].append(rate.tokens_per_s)
     both = {key: rates for key, rates in steps.items() if {"lora", "full"} <= rates.keys()}

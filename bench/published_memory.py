@@ -7,7 +7,7 @@ figures: allocated by PyTorch, reserved by its allocator, or shown by `nvidia-sm
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -135,11 +135,11 @@ def _file() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of some figures.
+    """The errors of some figures, as shares.
 
     Attributes:
         figures: How many.
-        mean: Of their sizes, as a share.
+        mean: Of their sizes.
         bias: Of them with their signs: above zero plans are too high.
         within_15: The share whose size is at most 15 %.
         worst: The largest size.
@@ -160,6 +160,23 @@ def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> Errors:
     return Errors(len(found), statistics.fmean(sizes), statistics.fmean(found), within, max(sizes))
 
 
+def errors_by_source() -> list[dict[str, Any]]:
+    """Return the errors of each source and kind of figure, then of all likely figures of sources that are held out."""
+    rows = [
+        {
+            "source": source["title"],
+            "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
+            "use": "held out" if source["held_out"] else "calibration",
+            **asdict(errors_of(points_of(name), (kind,))),
+        }
+        for name, source in sources().items()
+        for kind in KINDS
+        if any(kind in point.figures for point in points_of(name))
+    ]
+    together = asdict(errors_of(held_out_points(), LIKELY))
+    return [*rows, {"source": "held out, together", "figure": "reserved", "use": "bars: 8 %, 90 %", **together}]
+
+
 def safe_share(chosen: Iterable[Point]) -> float:
     """Return the share of the figures of what was reserved or shown that are at most the safe one."""
     are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
@@ -176,30 +193,18 @@ def held_out_points() -> list[Point]:
     return [point for name, source in sources().items() if source["held_out"] for point in points_of(name)]
 
 
-@dataclass(frozen=True)
-class Verdicts:
-    """What plans say of runs of which it is published whether they fitted.
+def verdicts_on(chosen: Iterable[Point]) -> dict[str, int]:
+    """Count what plans say of runs that `fitted` (yes, tight, no), and of those that `ran_out` of memory (said to fit).
 
-    Attributes:
-        ran: Runs that fitted.
-        refused: Of these, those that are likely not to fit by the plan ("no").
-        tight: Of these, those that are likely to fit, but not safe ("tight").
-        ran_out: Runs that ran out of memory.
-        false_fits: Of these, those that fit by the plan ("yes").
+    "no": they are likely not to fit; "tight": they are likely to, but not safe.
     """
-
-    ran: int
-    refused: int
-    tight: int
-    ran_out: int
-    false_fits: int
-
-
-def verdicts_on(chosen: Iterable[Point]) -> Verdicts:
-    """Return the verdicts on some points."""
     ran, ran_out = [], []
     for point in chosen:
         (ran_out if point.ran_out else ran).append(point)
-    refused = sum(point.planned.peak_gib > point.gpu.memory_gib for point in ran)
-    unsafe = sum(not point.fits for point in ran)
-    return Verdicts(len(ran), refused, unsafe - refused, len(ran_out), sum(point.fits for point in ran_out))
+    verdicts = [point.planned.verdict_on(point.gpu) for point in ran]
+    return {
+        "fitted": len(ran),
+        **{verdict: verdicts.count(verdict) for verdict in ("yes", "tight", "no")},
+        "ran_out": len(ran_out),
+        "said_to_fit": sum(point.fits for point in ran_out),
+    }
