@@ -12,12 +12,14 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import answer, cluster_of, job_of, read_options
+from common.checks.planner_command import answer
+from common.checks.planner_options import cluster_of, job_of, read_options
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape, Job
-from common.planning.plans import plan_run, ranked_plans
+from common.planning.plans import plan_run
+from common.planning.ranking import ranked_plans
 from common.planning.shares import whole_model
 from common.planning.time_plan import calibration_from, parse_link
 from common.records.store import kept_records

@@ -12,7 +12,8 @@ from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
 from common.planning.pair_terms import BACKWARD_BESIDE, TILE_POSITIONS
-from common.planning.plans import job_of_run, plan_run
+from common.planning.plans import plan_run
+from common.planning.run_jobs import job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import step_flops
 from common.records.store import PLAN_TOLERANCE

@@ -22,15 +22,9 @@ from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
 from common.planning.job import BatchShape, Job
-from common.planning.plans import (
-    ABOUT_AS_FAST,
-    Plan,
-    architecture_of_run,
-    job_of_run,
-    make_plan,
-    plan_run,
-    ranked_plans,
-)
+from common.planning.plans import Plan, make_plan, plan_run
+from common.planning.ranking import ABOUT_AS_FAST, ranked_plans
+from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.step_speed import step_flops
 from common.planning.terms import PARTS
