@@ -162,7 +162,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 ],
                 "highest_phase": plan.highest.phase.name,
                 "training_peak_gib": plan.training_peak_gib,
-                "run_peak_gib": plan.run_peak_gib,
+                "run_peak_gib": plan.run_peak.memory.peak_gib,
                 "rows_evaluated_at_once": plan.job.evaluation.rows if plan.job.evaluation else None,
                 "host_gib": plan.host_gib,
                 "host_phases_gib": plan.host_moments_gib,

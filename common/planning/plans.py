@@ -26,7 +26,7 @@ from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
-from common.planning.searches import largest
+from common.planning.searches import largest, once_for_each
 from common.planning.shares import Share, stages_of, whole_model
 from common.planning.terms import Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
@@ -83,19 +83,9 @@ class Plan:
         parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
         of_devices = [parts[number % stages] for number in numbers]
         devices = list(zip(self.shares, self.cluster.gpus, reloads, merges, of_devices, strict=True))
-        known = {device: phases_of(self.architecture, self.job, *device) for device in dict.fromkeys(devices)}
-        return tuple(known[device] for device in devices)
+        return tuple(once_for_each(lambda device: phases_of(self.architecture, self.job, *device), devices))
 
     @cached_property
-    def highest(self) -> Highest:
-        """The device and the phase in which a device is fullest, by the safe figure."""
-        return max(self._each_phase(), key=lambda each: each.share)
-
-    @cached_property
-    def highest_likely(self) -> Highest:
-        """The same by the likely figure."""
-        return max(self._each_phase(), key=lambda each: each.likely_share)
-
     def _each_phase(self) -> list[Highest]:
         return [
             Highest(number, gpu, phase)
@@ -104,24 +94,38 @@ class Plan:
         ]
 
     @property
+    def _beside_training(self) -> list[Highest]:
+        return [each for each in self._each_phase if each.phase.name != TRAINING]
+
+    @cached_property
+    def highest(self) -> Highest:
+        """The device and the phase in which a device is fullest, by the safe figure."""
+        return max(self._each_phase, key=lambda each: each.share)
+
+    @cached_property
+    def highest_likely(self) -> Highest:
+        """The same by the likely figure."""
+        return max(self._each_phase, key=lambda each: each.likely_share)
+
+    @property
     def training_peak_gib(self) -> float:
         """What the fullest device is likely to need in training."""
         return max(memory.peak_gib for memory in self.devices)
 
     @property
-    def run_peak_gib(self) -> float:
-        """The same in the run's highest phase."""
-        return max(each.phase.memory.peak_gib for each in self._each_phase())
+    def run_peak(self) -> Phase:
+        """The phase in which a device is likely to need most, whatever it has."""
+        return max((each.phase for each in self._each_phase), key=lambda phase: phase.memory.peak_gib)
 
     @property
     def higher_phase(self) -> str:
         """Which phase takes more than training, and how much; empty = none does."""
-        highest = max(self._each_phase(), key=lambda each: each.phase.memory.peak_gib).phase
+        highest = self.run_peak
         return "" if highest.name == TRAINING else f"{highest.name} takes {highest.memory.peak_gib:.1f} GiB"
 
     @property
     def fits(self) -> bool:
-        """Whether every device is safe to hold its part in every phase: published peaks were hardly ever higher."""
+        """Whether every device is safe to hold its part in every phase."""
         return self.highest.share <= 1
 
     @property
@@ -129,11 +133,15 @@ class Plan:
         """Whether every device is likely to hold its part in every phase."""
         return self.highest_likely.likely_share <= 1
 
+    @cached_property
+    def _training_share(self) -> float:
+        gpus = self.cluster.gpus
+        return max(memory.peak_gib / gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
+
     @property
     def trains(self) -> bool:
         """Whether every device is likely to hold its part of a training step, whatever the other phases take."""
-        gpus = self.cluster.gpus
-        return all(memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
+        return self._training_share <= 1
 
     @property
     def verdict(self) -> str:
@@ -142,7 +150,7 @@ class Plan:
 
     @cached_property
     def host_moments(self) -> dict[str, list[Term]]:
-        """By phase, what the fullest machine's own memory holds for its GPUs, beside what programs take."""
+        """By phase, what the fullest machine's own memory holds for its GPUs."""
         return host_moments(self.architecture, self.job, self.cluster.nodes)
 
     @cached_property
@@ -157,7 +165,7 @@ class Plan:
 
     @property
     def host_gib(self) -> float:
-        """Of the fullest machine's own memory, in the phase that needs most of it."""
+        """Of the phase that needs most of it."""
         return max(self.host_moments_gib.values())
 
     @property
@@ -177,40 +185,34 @@ class Plan:
 
     def safe_evaluation_rows(self) -> int:
         """Return the most rows, up to the job's own, with which every phase beside training is safe; 0: none."""
-
-        def is_safe(rows: int) -> bool:
-            return all(each.share <= 1 for each in self._evaluating(rows)._beside_training())
-
-        return largest(is_safe, self.job.evaluation.rows, self.job.evaluation.rows)
+        most = self.job.evaluation.rows
+        return largest(
+            lambda rows: all(each.share <= 1 for each in self._evaluating(rows)._beside_training), most, most
+        )
 
     def with_rows_chosen(self) -> "Plan":
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
-        At least one row, which is higher where training's own batch is small, and is all where training does not fit.
-        A phase that is above training with one row already may fill the device, by the safe figure: its models are, say
-        a judge beside a tiny base, and one row at a time would save little and cost much.
+        At least one row; where training does not fit, one. A phase that is above training with one row already may fill
+        the device, by the safe figure: its models are, say a judge beside a tiny base, and few rows would save little.
         """
         if self.job.evaluation is None:
             return self
+        alone = self._evaluating(1)
         if not self.trains:
-            return self._evaluating(1)
-        gpus = self.cluster.gpus
-        highest = max(memory.peak_gib / gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
-        with_one = self._evaluating(1)._beside_training()
+            return alone
 
         def fits_beside(rows: int) -> bool:
             return all(
-                each.likely_share <= highest or (one.likely_share > highest and each.share <= 1)
-                for one, each in zip(with_one, self._evaluating(rows)._beside_training(), strict=True)
+                each.likely_share <= self._training_share
+                or (one.likely_share > self._training_share and each.share <= 1)
+                for one, each in zip(alone._beside_training, self._evaluating(rows)._beside_training, strict=True)
             )
 
         return self._evaluating(largest(fits_beside, MOST_EVALUATED_AT_ONCE, MOST_EVALUATED_AT_ONCE) or 1)
 
     def _evaluating(self, rows: int) -> "Plan":
         return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
-
-    def _beside_training(self) -> list[Highest]:
-        return [each for each in self._each_phase() if each.phase.name != TRAINING]
 
     @property
     def rows_per_step(self) -> int:
@@ -226,7 +228,7 @@ class Plan:
 
     @cached_property
     def tokens_per_s_best(self) -> float | None:
-        """What the best published run of this kind leads to; None = nothing is published. See `best_tokens_per_s`."""
+        """See `best_tokens_per_s`."""
         return best_tokens_per_s(self.architecture, self.job, self.cluster, self.shares, self.tokens_per_s)
 
     def epoch_s(self, rows: int) -> float:
@@ -247,27 +249,28 @@ class Plan:
 
     def _rows_expected(self) -> int:
         """Return the rows that would fit if all devices shared all memory, and each row took as much as the next."""
-        rows = self.job.batch.rows
-        twice = replace(self.job, batch=replace(self.job.batch, rows=2 * rows))
+        rows, gpus = self.job.batch.rows, self.cluster.gpus
         need, twice_need = (
             sum(
-                memory_with_overhead(self.architecture, job, share, gpu).safe_gib
-                for share, gpu in zip(self.shares, self.cluster.gpus, strict=True)
+                memory_with_overhead(self.architecture, self._job_with(count), *device).safe_gib
+                for device in zip(self.shares, gpus, strict=True)
             )
-            for job in (self.job, twice)
+            for count in (rows, 2 * rows)
         )
-        room = sum(gpu.memory_gib for gpu in self.cluster.gpus) - need
+        room = sum(gpu.memory_gib for gpu in gpus) - need
         return int(rows * (1 + room / max(twice_need - need, 1 / GIB)))
 
     def _fits_with(self, rows: int) -> bool:
-        architecture, gpus = self.architecture, self.cluster.gpus
-        job = replace(self.job, batch=replace(self.job.batch, rows=rows))
+        architecture, gpus, job = self.architecture, self.cluster.gpus, self._job_with(rows)
         if job.parallelism.splits_layers and not self.placed_by_hand:
             return shares_that_fit(architecture, job, gpus) is not None
         return all(
             memory_with_overhead(architecture, job, share, gpu).safe_gib <= gpu.memory_gib
             for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
         )
+
+    def _job_with(self, rows: int) -> Job:
+        return replace(self.job, batch=replace(self.job.batch, rows=rows))
 
     @property
     def name(self) -> str:
@@ -291,66 +294,58 @@ def make_plan(
     Raises:
         BadInputError: Settings contradict each other or the model.
     """
-    job.check_targets(architecture)
-    for option, length in (("--seq-len", job.batch.length), ("--target-len", job.batch.target_length)):
-        if length > architecture.max_length:
-            raise BadInputError(
-                f"{option} {length} is longer than {architecture.name} can read: "
-                f"pass {option} {architecture.max_length} or less."
-            )
-    if job.batch.target_length and len(architecture.stacks) == 1:
-        raise BadInputError(
-            f"--target-len is {job.batch.target_length}, but {architecture.name} is no encoder-decoder, and has no "
-            "summaries of another length than its rows: leave it out, or pass --model bart-large-cnn."
-        )
-    check_pictures(architecture, job)
+    _check_fit(architecture, job)
     whole = [whole_model(architecture)] * job.devices
     placed = shares or (balanced_shares(architecture, job, cluster.gpus) if job.parallelism.splits_layers else whole)
     placed = tuple(
         replace(share, in_flight=job.in_flight(number), keeps_first_gradients=job.keeps_first_gradients(number))
         for number, share in enumerate(placed)
     )
-    known = {
-        pair: memory_with_overhead(architecture, job, *pair)
-        for pair in dict.fromkeys(zip(placed, cluster.gpus, strict=True))
-    }
-    speeds = {gpu: speed_of(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
+    held = list(zip(placed, cluster.gpus, strict=True))
+    speeds = once_for_each(lambda gpu: speed_of(gpu, job, calibration), cluster.gpus)
     return Plan(
         architecture,
         job,
         cluster,
         placed,
-        tuple(known[pair] for pair in zip(placed, cluster.gpus, strict=True)),
-        step_time(architecture, job, cluster, placed, [speeds[gpu] for gpu in cluster.gpus]),
-        tuple(speed.source for speed in speeds.values()),
+        tuple(once_for_each(lambda pair: memory_with_overhead(architecture, job, *pair), held)),
+        step_time(architecture, job, cluster, placed, speeds),
+        tuple(dict.fromkeys(speed.source for speed in speeds)),
         placed_by_hand=shares is not None,
     )
 
 
-def check_pictures(architecture: Architecture, job: Job) -> None:
-    """Refuse pictures that a model, its rows, a technique or a parallelism does not take.
-
-    Raises:
-        BadInputError: with what to pass instead.
-    """
-    tiles, tower = job.batch.tiles, architecture.tower
-    if not tiles:
+def _check_fit(architecture: Architecture, job: Job) -> None:
+    """Refuse target modules, lengths and pictures that the model does not take."""
+    job.check_targets(architecture)
+    batch, name, tower = job.batch, architecture.name, architecture.tower
+    for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
+        if length > architecture.max_length:
+            raise BadInputError(
+                f"{option} {length} is longer than {name} can read: pass {option} {architecture.max_length} or less."
+            )
+    if batch.target_length and len(architecture.stacks) == 1:
+        raise BadInputError(
+            f"--target-len is {batch.target_length}, but {name} is no encoder-decoder, and has no summaries of another "
+            "length than its rows: leave it out, or pass --model bart-large-cnn."
+        )
+    if not batch.tiles:
         return
     if tower is None:
         raise BadInputError(
-            f"--tiles is {tiles}, but {architecture.name} has no vision tower: leave it out, or pass --model "
-            "smolvlm-instruct."
+            f"--tiles is {batch.tiles}, but {name} has no vision tower: leave it out, or pass --model smolvlm-instruct."
         )
-    if tiles * tower.tokens >= job.batch.length:
+    if (tokens := batch.tiles * tower.tokens) >= batch.length:
         raise BadInputError(
-            f"--seq-len is {job.batch.length}, but a picture of {tiles} squares takes {tiles} x {tower.tokens} = "
-            f"{tiles * tower.tokens:,} tokens of {architecture.name}: pass a longer --seq-len, or fewer --tiles."
+            f"--seq-len is {batch.length}, but a picture of {batch.tiles} squares takes {batch.tiles} x {tower.tokens} "
+            f"= {tokens:,} tokens of {name}: pass a longer --seq-len, or fewer --tiles."
         )
-    task = job.batch.goal
-    for option, name, known in (("--technique", job.technique, task.techniques),
-                                ("--parallel", job.parallel, task.parallelisms)):  # fmt: skip
-        if name not in known:
-            raise BadInputError(f"{option} is {name}, but models with pictures are trained with {' or '.join(known)}.")
+    for option, value, known in (
+        ("--technique", job.technique, batch.goal.techniques),
+        ("--parallel", job.parallel, batch.goal.parallelisms),
+    ):
+        if value not in known:
+            raise BadInputError(f"{option} is {value}, but models with pictures are trained with {' or '.join(known)}.")
 
 
 def plan_run(
@@ -358,9 +353,8 @@ def plan_run(
 ) -> Plan:
     """Plan a run, on the GPU that its folder was made for, or on `gpu`; layers are where the run's device map says.
 
-    `evaluation` is what the phases beside training work on; None: rows like those of the batch. How many of them at
-    once is chosen here where the run leaves it to the plan. Accelerate's own map (`auto`) needs the model: such a run
-    is planned as balanced.
+    `evaluation` is what the phases beside training work on; None: rows like those of the batch. Accelerate's own device
+    map (`auto`) needs the model: such a run is planned as balanced.
 
     Raises:
         BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
@@ -369,16 +363,14 @@ def plan_run(
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     batch = with_tiles(run, batch)
     architecture, job = architecture_of_run(run, batch), job_of_run(run, batch, evaluation)
-    gpus = (gpu,) * run.devices
-    shares = None
+    gpus, shares = (gpu,) * run.devices, None
     if job.parallelism.splits_layers and run.device_map == "even":
         shares = even_shares(architecture, job, gpus)
     elif job.parallelism.splits_layers and run.device_map not in ("balanced", "auto"):
         shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
     link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
-    cluster = Cluster(gpus, run.nodes, link)
-    plan = make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
-    return with_rows_for(run, plan)
+    calibration = calibration_from(kept_records(), batch.task)
+    return with_rows_for(run, make_plan(architecture, job, Cluster(gpus, run.nodes, link), calibration, shares))
 
 
 def with_rows_for(run: RunConfig, plan: Plan) -> Plan:
