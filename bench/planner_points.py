@@ -23,14 +23,7 @@ from common.checks.dry_run import dry_run
 from common.checks.folder_training import tried_by_folder
 from common.checks.measured_steps import StepClock
 from common.checks.tried_rows import rows_of_length
-from common.hardware.devices import (
-    Gpu,
-    MemoryReading,
-    forget_peak,
-    gpu_of_device,
-    gpus,
-    read_memory,
-)
+from common.hardware.devices import Gpu, MemoryReading, forget_peak, gpu_of_device, gpus, read_memory
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape

@@ -8,12 +8,12 @@ writes assets/published_planned.json: anew whenever the planner's figures change
 import json
 from typing import Any
 
+from bench import published_rates
 from bench.published_memory import errors_by_source, excluded, held_out_points, points, verdicts_on
-from bench.published_rates import planned_rates, rates_not_used
 from common.planning.published_rates import PLANNED_PATH
 
 
-def beside_planned() -> dict[str, list[Any]]:
+def content() -> dict[str, list[Any]]:
     """Return the file's content: rows of tables, and of each rate the fields of a `PublishedRate`."""
     return {
         "memory": errors_by_source(),
@@ -22,17 +22,14 @@ def beside_planned() -> dict[str, list[Any]]:
             {"runs": "held out", **verdicts_on(held_out_points())},
         ],
         "memory_not_planned": [{"reason": each["reason"], "points": each["points"]} for each in excluded()],
-        "rates_not_used": rates_not_used(),
-        "rates": [list(vars(rate.beside_planned).values()) for rate in planned_rates()],
+        "rates_not_used": published_rates.rates_not_used(),
+        "rates": [list(vars(published_rates.beside_planned(run)).values()) for run in published_rates.published_runs()],
     }
 
 
 def main() -> None:
     """Write the file, with one row a line."""
-    parts = [
-        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]"
-        for name, rows in beside_planned().items()
-    ]
+    parts = [f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in content().items()]
     PLANNED_PATH.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 

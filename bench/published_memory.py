@@ -7,7 +7,7 @@ figures: allocated by PyTorch, reserved by its allocator, or shown by `nvidia-sm
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -133,31 +133,21 @@ def _file() -> dict[str, Any]:
 # -- how far plans are from what was published
 
 
-@dataclass(frozen=True)
-class Errors:
-    """The errors of some figures, as shares.
+def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> dict[str, float]:
+    """Return the errors of the figures of some kinds, of which there is one at least.
 
-    Attributes:
-        figures: How many.
-        mean: Of their sizes.
-        bias: Of them with their signs: above zero plans are too high.
-        within_15: The share whose size is at most 15 %.
-        worst: The largest size.
+    `figures`: how many; as shares `mean`: of their sizes; `bias`: of them with their signs, above zero plans are too
+    high; `within_15`: how many are at most 15 %; `worst`.
     """
-
-    figures: int
-    mean: float
-    bias: float
-    within_15: float
-    worst: float
-
-
-def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> Errors:
-    """Return the errors of all figures of some kinds; at least one point must have such a figure."""
     found = [point.error(kind) for point in chosen for kind in kinds if kind in point.figures]
     sizes = [abs(error) for error in found]
-    within = sum(size <= 0.15 for size in sizes) / len(sizes)
-    return Errors(len(found), statistics.fmean(sizes), statistics.fmean(found), within, max(sizes))
+    return {
+        "figures": len(found),
+        "mean": statistics.fmean(sizes),
+        "bias": statistics.fmean(found),
+        "within_15": sum(size <= 0.15 for size in sizes) / len(sizes),
+        "worst": max(sizes),
+    }
 
 
 def errors_by_source() -> list[dict[str, Any]]:
@@ -167,14 +157,14 @@ def errors_by_source() -> list[dict[str, Any]]:
             "source": source["title"],
             "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
             "use": "held out" if source["held_out"] else "calibration",
-            **asdict(errors_of(points_of(name), (kind,))),
+            **errors_of(points_of(name), (kind,)),
         }
         for name, source in sources().items()
         for kind in KINDS
         if any(kind in point.figures for point in points_of(name))
     ]
-    together = asdict(errors_of(held_out_points(), LIKELY))
-    return [*rows, {"source": "held out, together", "figure": "reserved", "use": "bars: 8 %, 90 %", **together}]
+    together = {"source": "held out, together", "figure": "reserved", "use": "bars: 8 %, 90 %"}
+    return [*rows, together | errors_of(held_out_points(), LIKELY)]
 
 
 def safe_share(chosen: Iterable[Point]) -> float:

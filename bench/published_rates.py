@@ -5,10 +5,10 @@ The constants of `common.planning.step_speed` are fitted to them.
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from operator import itemgetter
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu
@@ -27,14 +27,15 @@ MACHINE_GB_PER_S = {"A100": 8 * 25 * 0.75, "Hopper": 8 * 50 * 0.75}
 
 
 @dataclass(frozen=True)
-class PlannedRate:
-    """One published rate, and the job that it was measured with.
+class PublishedRun:
+    """A published rate, and the job that it was measured with.
 
     Attributes:
         source: Key of `sources` in the file.
         where: Repository and page: `owner/name:path`.
         stated: The source's words.
         jobs: One; with selective checkpointing two, with and without, whose mean is planned.
+        cluster: All GPUs are alike.
         tokens_per_s: Of one GPU.
     """
 
@@ -46,65 +47,34 @@ class PlannedRate:
     cluster: Cluster
     tokens_per_s: float
 
-    @property
-    def job(self) -> Job:
-        """The first of `jobs`."""
-        return self.jobs[0]
 
-    @property
-    def gpu(self) -> Gpu:
-        """All GPUs are alike."""
-        return self.cluster.gpus[0]
-
-    @property
-    def label(self) -> str:
-        """What ran where."""
-        job, count = self.job, len(self.cluster.gpus)
-        checkpointed = ("", ", checkpointed", ", half checkpointed")[
-            sum(each.gradient_checkpointing for each in self.jobs) + (len(self.jobs) > 1)
-        ]
-        sharing = f" ({job.parallel})" if count > 1 else ""
-        return (
-            f"{self.architecture.name}, {job.method.short}, {count} x {self.gpu.name}{sharing}, "
-            f"{job.batch.rows} x {job.batch.length:,}{checkpointed}, {job.kernels}"
-        )
-
-    @cached_property
-    def planned(self) -> float:
-        """What the planner says: tokens per second of one GPU."""
-        shares = [whole_model(self.architecture)] * self.job.devices
-        return self.job.batch.tokens / mean(
-            published_step_s(self.architecture, job, self.cluster, shares) for job in self.jobs
-        )
-
-    @property
-    def ratio(self) -> float:
-        """Planned over published."""
-        return self.planned / self.tokens_per_s
-
-    def share_of_peak(self, counted: Literal["total", "useful"]) -> float:
-        """Return the published operations per second over the GPU's dense peak; `counted` is one of `StepFlops`."""
-        share = whole_model(self.architecture)
-        flops = mean(getattr(step_flops(self.architecture, job, share), counted) for job in self.jobs)
-        return self.tokens_per_s * (flops / self.job.batch.tokens) / (peak_tflops(self.gpu, self.job) * 1e12)
-
-    @property
-    def beside_planned(self) -> PublishedRate:
-        """The same with the planner's figures, which are kept."""
-        return PublishedRate(
-            self.source,
-            self.where,
-            self.label,
-            self.job.technique,
-            self.gpu.name,
-            generation_of(self.gpu).name,
-            self.job.kernels,
-            self.architecture.parameters,
-            self.tokens_per_s,
-            self.planned,
-            self.share_of_peak("total"),
-            self.share_of_peak("useful"),
-        )
+def beside_planned(run: PublishedRun) -> PublishedRate:
+    """Return the run's rate with what the planner says of it."""
+    job, gpu, count, whole = run.jobs[0], run.cluster.gpus[0], len(run.cluster.gpus), whole_model(run.architecture)
+    checkpointed = "half checkpointed" if len(run.jobs) > 1 else "checkpointed" if job.gradient_checkpointing else ""
+    sharing = f" ({job.parallel})" if count > 1 else ""
+    what = (run.architecture.name, job.method.short, f"{count} x {gpu.name}{sharing}")
+    how = (f"{job.batch.rows} x {job.batch.length:,}", checkpointed, job.kernels)
+    flops = [step_flops(run.architecture, each, whole) for each in run.jobs]
+    total, useful = (
+        mean(getattr(each, counted) for each in flops) / job.batch.tokens for counted in ("total", "useful")
+    )
+    peak = peak_tflops(gpu, job) * 1e12
+    step_s = mean(published_step_s(run.architecture, each, run.cluster, [whole] * job.devices) for each in run.jobs)
+    return PublishedRate(
+        source=run.source,
+        where=run.where,
+        label=", ".join(filter(None, (*what, *how))),
+        technique=job.technique,
+        gpu=gpu.name,
+        generation=generation_of(gpu).name,
+        kernels=job.kernels,
+        parameters=run.architecture.parameters,
+        tokens_per_s=run.tokens_per_s,
+        planned=job.batch.tokens / step_s,
+        share_of_peak=run.tokens_per_s * total / peak,
+        mfu=run.tokens_per_s * useful / peak,
+    )
 
 
 @cache
@@ -113,9 +83,9 @@ def _file() -> dict[str, Any]:
 
 
 @cache
-def planned_rates() -> tuple[PlannedRate, ...]:
+def published_runs() -> tuple[PublishedRun, ...]:
     """Return all points of the file, in its order."""
-    return tuple(_rate(dict(zip(_file()["columns"], point, strict=True))) for point in _file()["points"])
+    return tuple(_run(dict(zip(_file()["columns"], point, strict=True))) for point in _file()["points"])
 
 
 def rates_not_used() -> list[dict[str, Any]]:
@@ -133,7 +103,7 @@ def rates_not_used() -> list[dict[str, Any]]:
     ]
 
 
-def _rate(point: dict[str, Any]) -> PlannedRate:
+def _run(point: dict[str, Any]) -> PublishedRun:
     source, gpu = _file()["sources"][point["source"]], _gpu(point["gpu"])
     path = source["pages"][point["page"]].partition(": ")[0]
     length, nodes = round(point["length"]), point["nodes"]
@@ -154,7 +124,7 @@ def _rate(point: dict[str, Any]) -> PlannedRate:
         accumulation_steps=point["accumulation"],
     )
     also = (replace(job, gradient_checkpointing=True),) if 0 < point["checkpointed"] < 1 else ()
-    return PlannedRate(
+    return PublishedRun(
         source=point["source"],
         where=f"{source['where']}:{path}",
         stated=point["stated"],

@@ -30,7 +30,7 @@ from common.planning.plan_texts import explanation, recommendation, table, why
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
 from common.planning.ranking import SORTED_BY, ranked_plans, usual_precision
-from common.planning.time_plan import MEASURED, Cluster, calibration_from, fast_enough_from_gbit
+from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
 
@@ -103,7 +103,7 @@ def answer(options: PlannerOptions) -> int:
     return 0 if plans[0].may_fit else 1
 
 
-def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[str, dict[str, object]]:
+def one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
     """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone.
 
     It works on its own rows with the same settings. Both are empty where the plan has one machine.

@@ -89,10 +89,7 @@ def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -
 
 
 def _least_full(
-    architecture: Architecture,
-    job: Job,
-    gpus: Sequence[Gpu],
-    place: Callable[["_Fullness"], tuple[Share, ...]],
+    architecture: Architecture, job: Job, gpus: Sequence[Gpu], place: Callable[["_Fullness"], tuple[Share, ...]]
 ) -> tuple[Share, ...]:
     placed = {place(fullness): fullness for fullness in _fullness_by_ends(architecture, job, gpus)}
     return min(placed, key=lambda shares: placed[shares].highest(shares))
@@ -285,10 +282,7 @@ class _Pairs(list):
 
 
 def check_device_map(
-    device_map: Mapping[str, Device],
-    weight_names: Sequence[str],
-    tied: Sequence[tuple[str, str]],
-    device_count: int,
+    device_map: Mapping[str, Device], weight_names: Sequence[str], tied: Sequence[tuple[str, str]], device_count: int
 ) -> None:
     """Refuse a device map that does not fit the model with these weights, or the devices.
 

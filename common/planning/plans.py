@@ -29,7 +29,7 @@ from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest, once_for_each
 from common.planning.shares import Share, stages_of, whole_model
 from common.planning.terms import Term
-from common.planning.time_plan import Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
+from common.planning.time_plan import Calibration, Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
 from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
@@ -284,7 +284,7 @@ def make_plan(
     architecture: Architecture,
     job: Job,
     cluster: Cluster,
-    calibration: dict[str, list[float]],
+    calibration: Calibration,
     shares: Sequence[Share] | None = None,
 ) -> Plan:
     """Plan a job on a cluster.

@@ -9,7 +9,7 @@ from common.hardware.devices import CPU_DEVICE
 from common.planning.architectures import Architecture
 from common.planning.job import BatchShape, Job, Precision
 from common.planning.plans import Plan, make_plan
-from common.planning.time_plan import Cluster
+from common.planning.time_plan import Calibration, Cluster
 
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
@@ -27,7 +27,7 @@ def ranked_plans(
     techniques: Iterable[str],
     parallels: Iterable[str] | None,
     checkpointing: bool | None,
-    calibration: dict[str, list[float]],
+    calibration: Calibration,
     precision: Precision | None = None,
     micro_batches: int | None = None,
     dp_replicate_size: int | None = None,
@@ -38,9 +38,9 @@ def ranked_plans(
     after all that are not tight, where one of these is about as fast, whatever its technique. Where ranks cannot share
     rows, FSDP that offloads to the host follows. What does not fit is sorted by how much it lacks.
 
-    `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
-    does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
-    copy of the model, and another plan with one on each machine.
+    None: of `parallels` those that make sense, of `precision` each technique's usual one, of `checkpointing` where it
+    does not fit without, of `micro_batches` with pp as many as make sense, of `dp_replicate_size` with fsdp one copy of
+    the model, and another plan with one on each machine.
     """
     plans = []
     for technique in techniques:
@@ -68,26 +68,22 @@ def ranked_plans(
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
-            tries = [False, True] if checkpointing is None else [checkpointing]
             found: list[Plan] = []
-            for on in tries:
+            for on in [False, True] if checkpointing is None else [checkpointing]:
                 tried = replace(job, gradient_checkpointing=on)
                 found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
                 if found[-1].fits:
                     break
-            safe = [plan for plan in found if plan.fits]
-            plans.append([*safe, *(plan for plan in found if plan.may_fit), found[-1]][0])
+            in_turn = (plan for verdict in ("yes", "tight") for plan in found if plan.verdict == verdict)
+            plans.append(next(in_turn, found[-1]))
     found = [plan for plan in plans if plan.may_fit]
     resort = [] if any(plan.job.parallelism.splits_rows for plan in found) else _offloaded(plans, calibration)
     return [*_best_first(found), *resort,
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def _offloaded(plans: Sequence[Plan], calibration: dict[str, list[float]]) -> list[Plan]:
-    """Return what would fit with shards in the host's memory, for where no ranks can share rows without: least first.
-
-    FSDP alone: what waits for a GPU is then all that it holds.
-    """
+def _offloaded(plans: Sequence[Plan], calibration: Calibration) -> list[Plan]:
+    """Return FSDP's plans that fit with all that a GPU holds in the host's memory, least of it first."""
     tried = [
         make_plan(plan.architecture, replace(plan.job, offload=True), plan.cluster, calibration).with_rows_chosen()
         for plan in plans
@@ -97,7 +93,6 @@ def _offloaded(plans: Sequence[Plan], calibration: dict[str, list[float]]) -> li
 
 
 def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
-    """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = batch.goal
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     has_own_list = task.folder_for_one != "" and technique in task.techniques  # else the planner's suggestions hold
@@ -106,7 +101,7 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
-    """Return how many sharded copies of the model to plan for: one, or hybrid sharding's one on each machine."""
+    """Return how many sharded copies of the model to plan: one, or hybrid sharding's one on each machine."""
     if not PARALLELISMS[parallel].uses_fsdp:
         return (1,)
     if asked is not None:
@@ -121,7 +116,6 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
-    """Sort plans that fit: by technique, speed and simplicity; last those that are tight, where others are as fast."""
     fastest_roomy = max((plan.tokens_per_s for plan in plans if plan.fits), default=0.0)
     fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
@@ -136,7 +130,7 @@ def _best_first(plans: list[Plan]) -> list[Plan]:
 
 
 def usual_precision(technique: str, cluster: Cluster) -> Precision:
-    """Return what each technique is usually trained in: weights that are updated in fp32, frozen ones in 16 bits."""
+    """Return a technique's usual precision: of weights that are updated fp32, of frozen ones 16 bits."""
     if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus):
         return "bf16" if TECHNIQUES[technique].has_adapters else "bf16-mixed"
     return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"

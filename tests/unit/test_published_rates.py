@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from bench.published import beside_planned
-from bench.published_rates import planned_rates, rates_not_used
+from bench import published
+from bench.published_rates import published_runs, rates_not_used
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
@@ -49,13 +49,13 @@ def test_no_technique_is_planned_too_fast_or_too_slow(technique: str) -> None:
 
 
 def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
-    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in planned_rates())
+    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in published_runs())
     assert all(entry["reason"] and entry["sources"] for entry in rates_not_used())
     assert set(WELL_KNOWN) <= {rate.label for rate in published_rates()}
 
 
 def test_what_is_kept_of_published_runs_is_what_the_planner_says_of_them_now() -> None:
-    assert json.loads(PLANNED_PATH.read_text(encoding="utf-8")) == beside_planned(), "run python -m bench.published"
+    assert json.loads(PLANNED_PATH.read_text(encoding="utf-8")) == published.content(), "run python -m bench.published"
 
 
 def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:
@@ -77,9 +77,10 @@ def test_lora_is_never_slower_than_full_fine_tuning_of_the_same_rows(gpu: Gpu) -
 def test_what_is_published_agrees_from_4b_parameters_on() -> None:
     """Of steps published with LoRA and with full fine-tuning, LoRA is slower in few, all of smaller models."""
     steps = defaultdict(lambda: defaultdict(list))
-    for rate in planned_rates():
-        settings = replace(rate.job, technique="full", lora_rank=8, target_modules=(), precision="bf16")
-        steps[rate.architecture, rate.gpu, rate.source, settings][rate.job.technique].append(rate.tokens_per_s)
+    for run in published_runs():
+        settings = replace(run.jobs[0], technique="full", lora_rank=8, target_modules=(), precision="bf16")
+        key = run.architecture, run.cluster.gpus[0], run.source, settings
+        steps[key][run.jobs[0].technique].append(run.tokens_per_s)
     both = {key: rates for key, rates in steps.items() if {"lora", "full"} <= rates.keys()}
     slower = [key for key, rates in both.items() if median(rates["lora"]) < median(rates["full"])]
     assert (len(slower), len(both)) == (10, 47)
