@@ -1,8 +1,8 @@
-"""Which device holds which layers: searched, even, or as a device map says. Pure: imports no torch, touches no device.
+"""Which device holds which layers: searched, even, or as a device map says.
 
-A *share* is what one device holds, in numbers: how many layers, and whether embeddings and head. A *device map* says
-the same in names, as Transformers takes it: `{"model.embed_tokens": 0, "model.layers.0": 0, ..., "lm_head": 1}`. Of the
-entries that begin a weight's name the longest decides; the empty one stands for all.
+A *share* is what one device holds, in numbers. A *device map* says the same in names, as Transformers takes it:
+`{"model.embed_tokens": 0, "model.layers.0": 0, ..., "lm_head": 1}`; the longest entry that begins a weight's name
+decides, and the empty one stands for all.
 """
 
 import difflib
@@ -30,10 +30,8 @@ Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
 # modules that a device map may name though they have no weights
 WEIGHTLESS_MODULES = {"rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn"}
-# the beginning of a weight's name that says its layer
-LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")
-# the search ends when the fullest device is at most so much fuller than the best placement's, as a share of it
-NEARLY_THE_BEST = 0.002
+LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")  # the beginning of a weight's name that says its layer
+NEARLY_THE_BEST = 0.002  # the search ends where no placement's fullest device is less full by this share
 
 
 def whole_model_on(device: str) -> dict[str, str]:
@@ -64,7 +62,7 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
 
 @lru_cache(maxsize=100)
 def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ...]:
-    """Give each of the ranks that hold a model together to answer questions contiguous layers, of about equal weights.
+    """Give each of the ranks that together answer questions contiguous layers, of about equal weights.
 
     Embeddings are on the first, the head is on the last; there are no more stages than layers.
     """
@@ -85,7 +83,7 @@ def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -
         BadInputError: There are more stages than layers.
     """
     found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
-    return next((shares for shares in found if shares), None)
+    return next(filter(None, found), None)
 
 
 def _least_full(
@@ -96,7 +94,7 @@ def _least_full(
 
 
 def _fullness_by_ends(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """Return a `_Fullness` for each place that embeddings and head can have.
+    """Return one for each place that embeddings and head can have.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -119,7 +117,7 @@ class _Fullness:
     ends: Ends
 
     def share(self, stage: int, start: int, end: int) -> Share:
-        """Return the layers from `start` up to, not including, `end`, counted over all stacks."""
+        """Return the layers from `start` up to `end`, without it, counted over all stacks."""
         stacks, last_stage = self.architecture.stacks, len(self.gpus) - 1
         ends = accumulate(stack.layers for stack in stacks)
         layers = (
@@ -147,8 +145,7 @@ def _evenly(fullness: _Fullness) -> tuple[Share, ...]:
 def _search(fullness: _Fullness) -> tuple[Share, ...]:
     """Return the placement that no other is clearly less full than.
 
-    Even shares are seldom far from it. So each round first asks for one just below the best found, which ends the
-    search where there is none, and then halves the interval.
+    Each round first asks for one just below the best found (even shares are seldom far from it), and then halves.
     """
     best, low = _evenly(fullness), 0.0
     while better := _fill(fullness, (1 - NEARLY_THE_BEST) * fullness.highest(best)):
@@ -181,12 +178,10 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
 
 
 def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: Sequence[Device]) -> dict[str, Device]:
-    """Return the device map that says `shares`, one for each of `devices`.
-
-    With an architecture made by `as_classifier` the head is a classifier's.
+    """Return the device map that says `shares`, one for each of `devices`; of a classifier with its head.
 
     Raises:
-        BadInputError: The model has an encoder and a decoder.
+        BadInputError: The model has an encoder and a decoder, or a vision tower.
     """
     family = _family_of(architecture)
     numbers = iter(range(architecture.layers))
@@ -205,7 +200,7 @@ def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: 
 
 
 def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], device_count: int) -> tuple[Share, ...]:
-    """Return what `device_map` gives to each device, as checked by `check_device_map`, with one micro-batch in flight.
+    """Return what `device_map` gives to each device, with one micro-batch in flight.
 
     Raises:
         BadInputError: The model has an encoder and a decoder, a part of it has no device, or a device is unknown.
@@ -232,11 +227,6 @@ def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], 
 
 
 def _family_of(architecture: Architecture) -> Family:
-    """Return the names of the model's modules.
-
-    Raises:
-        BadInputError: It has an encoder and a decoder, or a vision tower.
-    """
     if architecture.tower:
         raise BadInputError(f"{architecture.name} has a vision tower: such models are not divided among devices.")
     if len(architecture.stacks) > 1:
@@ -278,7 +268,7 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
 
 
 class _Pairs(list):
-    """A JSON object with all its keys, repeated ones too."""
+    """A JSON object with all its keys, repeated ones, too."""
 
 
 def check_device_map(
@@ -339,11 +329,7 @@ def _check_layers(device_of: Mapping[str, int | None], device_count: int) -> Non
 
 
 def _indices(device_map: Mapping[str, Device], device_count: int) -> dict[str, int]:
-    """Return each entry's device by its number, from 0; a map that names nothing but the CPU has one device.
-
-    Raises:
-        BadInputError: A device is none of the `device_count`.
-    """
+    """Return each entry's device by its number, from 0; a map that names nothing but the CPU has one device."""
     if set(device_map.values()) == {"cpu"}:
         return dict.fromkeys(device_map, 0)
     indices = {}
