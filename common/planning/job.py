@@ -233,10 +233,6 @@ class Job(HasSpecs):
                 not sharing.is_single and self.devices < 2,
                 f"--parallel {parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2.",
             ),
-            (
-                self.dp_replicate_size > 1 and not sharing.uses_fsdp,
-                f"--dp-replicate-size is for --parallel fsdp, not {parallel}: leave it out.",
-            ),
             (self.unshardable(), self.unshardable()),
             (
                 not sharing.pipelines and parts != 1,
