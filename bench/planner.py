@@ -244,11 +244,7 @@ def speed_entries(rounds: int) -> list[Entry]:
 
 
 def process_s(command: list[str], rounds: int) -> float:
-    """Median seconds of a command in a process of its own, on one core.
-
-    Raises:
-        subprocess.CalledProcessError: it failed, and said why.
-    """
+    """Median seconds of a command in a process of its own, on one core."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ask = partial(subprocess.run, command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=True)
     return statistics.median(timeit.repeat(ask, number=1, repeat=rounds))

@@ -220,11 +220,7 @@ def point_of(record: dict[str, Any]) -> Point:
 
 
 def gpu_here() -> Gpu:
-    """This machine's first GPU.
-
-    Raises:
-        BadInputError: there is none, or the catalogue lacks it.
-    """
+    """This machine's first GPU; refused where there is none, or the catalogue lacks it."""
     names = gpus()[1]  # asking PyTorch would start CUDA here, and take memory from the points
     if not names or not torch.cuda.is_available():
         raise BadInputError("PyTorch sees no GPU here: run this where one is; --rehearse tries all of it on a CPU.")

@@ -86,11 +86,7 @@ class Question:
 
 
 def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: int = 1, **options: object) -> Question:
-    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others.
-
-    Raises:
-        BadInputError: a model or GPU is unknown, or a number out of range.
-    """
+    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others."""
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
     asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
     architecture = read_architecture(asked.model, asked.model_revision)

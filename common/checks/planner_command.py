@@ -104,10 +104,7 @@ def answer(options: PlannerOptions) -> int:
 
 
 def one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
-    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone.
-
-    It works on its own rows with the same settings. Both are empty where the plan has one machine.
-    """
+    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone; empty with one."""
     cluster, job = plan.cluster, plan.job
     if cluster.nodes == 1:
         return "", {}

@@ -114,11 +114,7 @@ class PlannerOptions:
     json: bool = setting(False, "Print JSON.")
 
     def __post_init__(self) -> None:
-        """Check what a number or a technique alone can tell.
-
-        Raises:
-            BadInputError: a number is too low, or an option means nothing for the technique.
-        """
+        """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
                      "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
                      "usd_per_hour"):  # fmt: skip
@@ -144,12 +140,7 @@ def short_option(options: PlannerOptions, name: str) -> str:
 
 
 def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
-    """Return the question that the command line asks.
-
-    Raises:
-        SystemExit: an option is unknown, or a value of the wrong kind.
-        BadInputError: see `PlannerOptions`.
-    """
+    """Return the question that the command line asks; exit, or refuse, where it asks wrongly."""
     parser = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=DESCRIPTION)
     options = PlannerOptions(**parser.settings(arguments))
     if not options.model:
@@ -158,11 +149,7 @@ def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
 
 
 def cluster_of(options: PlannerOptions) -> Cluster:
-    """Return the GPUs that the command line names.
-
-    Raises:
-        BadInputError: a GPU is unknown, or their number does not fit their names.
-    """
+    """Return the GPUs that the command line names; refuse unknown ones, and a number that does not fit their names."""
     by_hand = ["this GPU"] if options.gpu_memory_gib else []
     chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
     count = options.gpus or len(chosen)
@@ -241,11 +228,7 @@ def job_of(options: PlannerOptions) -> Job:
 
 
 def task_of(options: PlannerOptions) -> Task:
-    """Return the task that a question names, or else the one that has such rows.
-
-    Raises:
-        BadInputError: the options are of different tasks.
-    """
+    """Return the task that a question names, or else the one that has such rows; refuse options of different tasks."""
     asked = bool(options.classes), bool(options.max_target_length and not options.classes), bool(options.tiles)
     found = [task for task in TASKS.values() if (task.classifies, task.summarizes, task.sees) == asked]
     named = [task for task in found if options.task in (None, task.name)]

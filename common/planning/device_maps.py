@@ -43,20 +43,12 @@ def whole_model_on(device: str) -> dict[str, str]:
 
 
 def balanced_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full."""
     return _least_full(architecture, job, gpus, _search)
 
 
 def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Give each device of a job with mp or pp equally many layers; where they do not divide, the first ones one more.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp equally many layers; the first ones one more where they do not divide."""
     return _least_full(architecture, job, gpus, _evenly)
 
 
@@ -77,11 +69,7 @@ def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ..
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
-    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit."""
     found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
     return next(filter(None, found), None)
 
@@ -94,7 +82,7 @@ def _least_full(
 
 
 def _fullness_by_ends(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """Return one for each place that embeddings and head can have.
+    """Return one for each place that embeddings and head can have; refuse more stages than layers.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -178,11 +166,7 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
 
 
 def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: Sequence[Device]) -> dict[str, Device]:
-    """Return the device map that says `shares`, one for each of `devices`; of a classifier with its head.
-
-    Raises:
-        BadInputError: The model has an encoder and a decoder, or a vision tower.
-    """
+    """Return the device map that says `shares`, one for each of `devices`; refuse models with two stacks or a tower."""
     family = _family_of(architecture)
     numbers = iter(range(architecture.layers))
     device_map: dict[str, Device] = {}
@@ -200,11 +184,7 @@ def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: 
 
 
 def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], device_count: int) -> tuple[Share, ...]:
-    """Return what `device_map` gives to each device, with one micro-batch in flight.
-
-    Raises:
-        BadInputError: The model has an encoder and a decoder, a part of it has no device, or a device is unknown.
-    """
+    """Return what `device_map` gives to each device; refuse unknown devices, and parts of the model without one."""
     family = _family_of(architecture)
     indices = _indices(device_map, device_count)
 
@@ -240,11 +220,7 @@ def _family_of(architecture: Architecture) -> Family:
 
 
 def read_device_map(path: str | Path) -> dict[str, Device]:
-    """Read a device map from a JSON file: one object of module names and devices.
-
-    Raises:
-        BadInputError: There is no such file, or it holds something else.
-    """
+    """Read a device map from a JSON file, one object of module names and devices; refuse anything else."""
     file = find_here(path, os.path.isfile)
     example = '{"model.layers.0": 0, "model.layers.1": 1}'
     if file is None:
@@ -276,11 +252,8 @@ def check_device_map(
 ) -> None:
     """Refuse a device map that does not fit the model with these weights, or the devices.
 
-    `tied` has pairs of names of one and the same weight.
-
-    Raises:
-        BadInputError: A weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer
-            or tied weights are torn apart.
+    A weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer, or `tied` weights
+    (pairs of names of one and the same), are torn apart.
     """
     indices = _indices(device_map, device_count)
     names = list(dict.fromkeys([*weight_names, *(name for pair in tied for name in pair)]))

@@ -173,18 +173,17 @@ class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
     Attributes:
-        technique: By its name in `TECHNIQUES`.
-        parallel: By its name in `PARALLELISMS`.
+        technique, parallel: By their names in `TECHNIQUES` and `PARALLELISMS`.
         batch: Of one data-parallel rank and step, before accumulation.
         dp_replicate_size: With fsdp: copies of the model, each sharded by an equal group of the devices.
-        kernels: What computes besides the matrix products: PyTorch's kernels, hand-written ones, or torch.compile's.
+        kernels: PyTorch's own, hand-written ones, or torch.compile's.
         target_modules: Linear layers that get adapters or, with full, are trained; empty = all but the head, or with
             full every weight.
         offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
         cpu_operations: As PyTorch computes on a CPU: dropout's masks are numbers, attention with dropout keeps its
             scores, and of pairs of answers the head reads all positions, and works beside its tile.
         evaluation: What the phases beside training work on; None: training alone is planned.
-        trains_tower: A vision tower is trained in full, with its connector; else it is frozen.
+        trains_tower: A vision tower is trained in full, with its connector.
         sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
         draws_weights: They start at random, and come module by module; else each rank reads its part of files.
 
@@ -268,10 +267,7 @@ class Job(HasSpecs):
         return self.head_positions_of(self.batch.length, self.batch.labelled)
 
     def head_positions_of(self, length: int, labelled: int) -> int:
-        """Return the positions of a sequence that the head reads: those with labels, and of pairs on a CPU all.
-
-        (trl/trainer/utils.py: `compact`.)
-        """
+        """Return the positions of a sequence that the head reads (of pairs on a CPU all: TRL's `compact`)."""
         return length - 1 if self.batch.goal.compares and self.cpu_operations else labelled
 
     @property
@@ -351,11 +347,7 @@ class Job(HasSpecs):
         return not self.method.has_adapters and not self.target_modules
 
     def check_targets(self, architecture: Architecture) -> None:
-        """Refuse target modules that the model does not have.
-
-        Raises:
-            BadInputError: With the names that it has.
-        """
+        """Refuse target modules that the model does not have, with the names that it has."""
         names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:

@@ -38,11 +38,7 @@ class PhaseTimes:
 
 
 def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | None:
-    """Return how long loading and an evaluation take; None on a CPU, or without evaluation.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return how long loading and an evaluation take; None on a CPU, or without evaluation."""
     shape = job.evaluation
     if shape is None or gpu.name == CPU_DEVICE:
         return None

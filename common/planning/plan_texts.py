@@ -99,9 +99,9 @@ def recommendation(plans: Sequence[Plan]) -> str:
 
 
 def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
-    """Format the plans, best first, as a table for a terminal.
+    """Format the plans as a table for a terminal.
 
-    Memory is that of a run's highest phase; where a plan has another one than training, a column has training's, too.
+    Memory is that of a run's highest phase; where that is not training, a column has training's, too.
     """
     rows, differ = [], any(plan.higher_phase for plan in plans)
     for plan in plans:

@@ -193,8 +193,8 @@ class Plan:
     def with_rows_chosen(self) -> "Plan":
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
-        At least one row; where training does not fit, one. A phase that is above training with one row already may fill
-        the device, by the safe figure: its models are, say a judge beside a tiny base, and few rows would save little.
+        At least one row; one where training does not fit. A phase that is above training with one row already may fill
+        the device, by the safe figure: its models are, say a judge beside a tiny base.
         """
         if self.job.evaluation is None:
             return self
@@ -287,12 +287,9 @@ def make_plan(
     calibration: Calibration,
     shares: Sequence[Share] | None = None,
 ) -> Plan:
-    """Plan a job on a cluster.
+    """Plan a job on a cluster; refuse settings that contradict each other or the model.
 
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
-
-    Raises:
-        BadInputError: Settings contradict each other or the model.
     """
     _check_fit(architecture, job)
     whole = [whole_model(architecture)] * job.devices
@@ -351,13 +348,10 @@ def _check_fit(architecture: Architecture, job: Job) -> None:
 def plan_run(
     run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, evaluation: EvaluationShape | None = None
 ) -> Plan:
-    """Plan a run, on the GPU that its folder was made for, or on `gpu`; layers are where the run's device map says.
+    """Plan a run on `gpu`, or on that of its folder, with layers where its device map says; refuse what is not known.
 
     `evaluation` is what the phases beside training work on; None: rows like those of the batch. Accelerate's own device
     map (`auto`) needs the model: such a run is planned as balanced.
-
-    Raises:
-        BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
@@ -374,5 +368,5 @@ def plan_run(
 
 
 def with_rows_for(run: RunConfig, plan: Plan) -> Plan:
-    """Return the run's plan with as many rows validated and answered at once as it chooses, where the run leaves it."""
+    """Return the run's plan, with rows evaluated at once as `Plan.with_rows_chosen` where the run leaves them open."""
     return plan if run.per_device_eval_batch_size else plan.with_rows_chosen()

@@ -34,13 +34,13 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan comes
-    after all that are not tight, where one of these is about as fast, whatever its technique. Where ranks cannot share
-    rows, FSDP that offloads to the host follows. What does not fit is sorted by how much it lacks.
+    Of plans about as fast as the fastest of their technique, the simplest comes first; a tight plan after all that are
+    not, where one of these is about as fast. Where ranks cannot share rows, FSDP that offloads follows; then what does
+    not fit, by how much it lacks.
 
     None: of `parallels` those that make sense, of `precision` each technique's usual one, of `checkpointing` where it
-    does not fit without, of `micro_batches` with pp as many as make sense, of `dp_replicate_size` with fsdp one copy of
-    the model, and another plan with one on each machine.
+    does not fit without, of `micro_batches` as many as make sense, of `dp_replicate_size` one copy of the model, and
+    with fsdp another plan with one on each machine.
     """
     plans = []
     for technique in techniques:

@@ -24,20 +24,17 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
 
 
 def with_tiles(run: RunConfig, batch: BatchShape) -> BatchShape:
-    """Return the batch with as many squares as a square picture becomes, where a run sees and the batch names none.
-
-    Random weights come with a processor that makes one.
-    """
+    """Return the batch with as many squares as a picture becomes, where a run sees; with random weights it is one."""
     if not run.goal.sees or batch.tiles:
         return batch
     return replace(batch, tiles=1 if run.weights == "random" else usual_tiles(run.model, run.model_revision))
 
 
 def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None) -> Job:
-    """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
+    """Return the job of a run; on one device, which holds all stages or rows, as if it were not divided.
 
-    A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`). `evaluation`:
-    what the other phases work on; None: rows like those of the batch.
+    A batch is filled up until the micro-batches divide it (`PipelineParallel.fill`). `evaluation`: what the other
+    phases work on; None: rows like those of the batch.
     """
     batch = with_tiles(run, batch)
     filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
@@ -71,9 +68,5 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
 
 
 def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
-    """Return the run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
-
-    Raises:
-        BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
-    """
+    """Return the run's model as `job_of_run` trains it; refuse those of unknown shape, and decoders for labels."""
     return read_architecture(run.model, run.model_revision, batch.classes)

@@ -279,9 +279,6 @@ def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu)
 
     Adapters take no longer than the weights' gradients that they save: of 47 steps that were published with LoRA and
     with full fine-tuning, LoRA is slower in 10, all of models below 4B at rows of 4,096 tokens and more.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
     """
     own = _computing_time(architecture, job, share, gpu)
     if not job.method.has_adapters:
@@ -304,22 +301,14 @@ def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu
 
 
 def products_per_s(gpu: Gpu, job: Job) -> float:
-    """Return the operations per second that large matrix products reach.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return the operations per second that large matrix products reach."""
     generation = generation_of(gpu)
     reached = generation.reached_fp32 if job.precision == "fp32" else generation.reached
     return peak_tflops(gpu, job) * 1e12 * reached
 
 
 def peak_tflops(gpu: Gpu, job: Job) -> float:
-    """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s; refuse a precision that it does not have."""
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
         raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")

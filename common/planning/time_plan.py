@@ -60,7 +60,6 @@ class Cluster:
     """The GPUs of a plan.
 
     Attributes:
-        gpus: One per device, in the order of the ranks.
         nodes: Machines, with equally many GPUs each.
         link: The slowest; None = the best that the GPU has, and Ethernet between machines.
         usd_per_hour: Of one GPU, instead of the catalogue's price.
@@ -108,11 +107,7 @@ class Cluster:
 
 
 def parse_link(name: str, gpu: Gpu) -> Link:
-    """Return the link that a user means by `nvlink`, `pcie` or `ethernet-25`.
-
-    Raises:
-        BadInputError: It is none of these, or the GPU has no NVLink.
-    """
+    """Return the link that `nvlink`, `pcie` or `ethernet-25` means; refuse others, and NVLink that a GPU lacks."""
     if name == "nvlink":
         if gpu.nvlink_gb_per_s is None:
             raise BadInputError(f"The {gpu.name} has no NVLink: pass --link pcie.")
@@ -145,11 +140,7 @@ class Speed:
     times: float = 1.0
 
     def compute_s(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> float:
-        """Return the seconds that one device computes in a step.
-
-        Raises:
-            BadInputError: The GPU does not compute in the job's precision.
-        """
+        """Return the seconds that one device computes in a step."""
         if self.flops_per_s is None:
             return computing_time(architecture, job, share, gpu).total_s / self.times
         weights = sum(
@@ -171,11 +162,7 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, job: Job, calibration: Calibration) -> Speed:
-    """Return the speed of `gpu`: by published rates, times what was measured; a CPU's as measured.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return the speed of `gpu`: by published rates, times what was measured; a CPU's as measured."""
     measured = calibration.get(gpu.name)
     if measured and gpu.name == CPU_DEVICE:
         return Speed(median(measured), f"{gpu.name}: {MEASURED}, median of {len(measured)} records kept here")
@@ -245,7 +232,7 @@ class StepTime:
     """Seconds of one optimizer step; with accumulation, of one of its micro-batches on average.
 
     Attributes:
-        compute_s: Of the device that computes longest; with mp of all devices, one after the other.
+        compute_s: Of the device that computes longest.
         exposed_s: Of the communication, what computing does not hide.
         bubble_s: In which a device waits for others.
         sent_gb: By one rank, in 10^9 bytes.
