@@ -42,18 +42,16 @@ def shared(name: str, default: object, doc: str = "", **for_argparse: object) ->
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """The question to the planner; a run's settings have the names and the meaning that they have for a run."""
+    """The question to the planner; what is also a run's setting has its name and meaning."""
 
     model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
     model_revision: str = shared("model_revision", "")
     task: str | None = shared(
-        "task", None, "Without it: by --classes, --target-len and --tiles; preferences takes pairs of answers."
+        "task", None, "Without it: by --classes, --target-len and --tiles; preferences has pairs."
     )
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
-    gpu: str | None = setting(
-        None, "Once for all GPUs, or once for each, in their order; without it, this machine's.", action="append"
-    )
+    gpu: str | None = setting(None, "Once for all, or for each in order; else this machine's GPUs.", action="append")
     gpus: int | None = setting(None, "Number of GPUs, over all nodes.", ("--devices",))
     nodes: int = setting(1, "Machines.")
     gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
@@ -61,51 +59,33 @@ class PlannerOptions:
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
     max_length: int = setting(1024, "Tokens per row.", ("--seq-len", "--seq_len"))
-    max_target_length: int | None = setting(
-        None,
-        "With encoder-decoders: tokens per summary; without it, as many as per row.",
-        ("--target-len", "--target_len"),
-    )
+    max_target_length: int | None = setting(None, "Tokens per summary (a row's).", ("--target-len", "--target_len"))
     tiles: int | None = setting(
-        None,
-        "With models that see: squares of pixels that a row's picture is cut into; without it, as many as the model's "
-        "processor makes of a square picture.",
+        None, "Squares that a picture is cut into (as many as the processor makes of a square)."
     )
     freeze_vision_tower: bool = shared("freeze_vision_tower", True)
     classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
     lora_r: int = shared("lora_r", 8)
     target_modules: str | None = shared(
-        "target_modules",
-        None,
-        "Linear layers that get adapters or, with full, are trained, such as q_proj,v_proj (of BERT query,value), or "
-        "all-linear; without it: all-linear, with full every weight.",
+        "target_modules", None, "Layers to adapt or train, such as q_proj,v_proj (all)."
     )
     lora_dropout: float = shared("lora_dropout", 0.0)
     precision: Precision | None = shared(
-        "precision",
-        None,
-        "Without it: bf16 for adapters and bf16-mixed for full fine-tuning; fp16-mixed where the GPU lacks bf16.",
+        "precision", None, "Without it: the technique's usual one, as the GPUs have it."
     )
     quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
     optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
     attention: Literal["eager", "sdpa", "flash"] = shared(
-        "attention", "sdpa", "Attention implementation; flash = the package flash-attn."
+        "attention", "sdpa", "Kernel of attention; flash = flash-attn."
     )
     use_liger_kernel: bool = shared("use_liger_kernel", False, "Plan with Liger's fused kernels.")
     torch_compile: bool = shared("torch_compile", False, "Plan with layers compiled by torch.compile.")
     gradient_checkpointing: bool | None = shared(
-        "gradient_checkpointing",
-        None,
-        "Without it and --no-gradient-checkpointing: where it does not fit otherwise.",
-        nargs="?",
-        const=True,
+        "gradient_checkpointing", None, "Without it: where it does not fit otherwise.", nargs="?", const=True
     )
     micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
     dp_replicate_size: int | None = shared(
-        "dp_replicate_size",
-        None,
-        "With --parallel fsdp: copies of the model, each sharded by equally many GPUs (hybrid sharding); without it, "
-        "one copy is planned, and on several machines also one on each.",
+        "dp_replicate_size", None, "With fsdp: sharded copies of the model (one; on several machines also one on each)."
     )
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
