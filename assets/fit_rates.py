@@ -38,7 +38,7 @@ def take(constants: dict[str, float]) -> None:
 
 def ratios(rates: Sequence[PublishedRun]) -> list[float]:
     """Return planned over published, with the constants that the model has now."""
-    return [beside_planned(rate).ratio for rate in rates]
+    return [beside_planned(rate)["ratio"] for rate in rates]
 
 
 def loss(constants: dict[str, float], rates: Sequence[PublishedRun]) -> float:

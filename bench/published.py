@@ -14,7 +14,7 @@ from common.planning.published_rates import PLANNED_PATH
 
 
 def content() -> dict[str, list[Any]]:
-    """Return the file's content: rows of tables, and of each rate the fields of a `PublishedRate`."""
+    """Return the file's content: rows of tables."""
     return {
         "memory": errors_by_source(),
         "verdicts": [
@@ -23,7 +23,7 @@ def content() -> dict[str, list[Any]]:
         ],
         "memory_not_planned": [{"reason": each["reason"], "points": each["points"]} for each in excluded()],
         "rates_not_used": published_rates.rates_not_used(),
-        "rates": [list(vars(published_rates.beside_planned(run)).values()) for run in published_rates.published_runs()],
+        "rates": [published_rates.beside_planned(run) for run in published_rates.published_runs()],
     }
 
 

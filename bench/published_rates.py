@@ -14,7 +14,7 @@ from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu
 from common.planning.architectures import FAMILIES, Architecture
 from common.planning.job import BatchShape, Job
-from common.planning.published_rates import PublishedRate, published_step_s
+from common.planning.published_rates import published_step_s
 from common.planning.shares import whole_model
 from common.planning.step_speed import generation_of, peak_tflops, step_flops
 from common.planning.time_plan import Cluster, Link
@@ -32,7 +32,7 @@ class PublishedRun:
 
     Attributes:
         source: Key of `sources` in the file.
-        where: Repository and page: `owner/name:path`.
+        where: `owner/name:path` on GitHub.
         stated: The source's words.
         jobs: One; with selective checkpointing two, with and without, whose mean is planned.
         cluster: All GPUs are alike.
@@ -48,7 +48,7 @@ class PublishedRun:
     tokens_per_s: float
 
 
-def beside_planned(run: PublishedRun) -> PublishedRate:
+def beside_planned(run: PublishedRun) -> dict[str, Any]:
     """Return the run's rate with what the planner says of it."""
     job, gpu, count, whole = run.jobs[0], run.cluster.gpus[0], len(run.cluster.gpus), whole_model(run.architecture)
     checkpointed = "half checkpointed" if len(run.jobs) > 1 else "checkpointed" if job.gradient_checkpointing else ""
@@ -61,20 +61,23 @@ def beside_planned(run: PublishedRun) -> PublishedRate:
     )
     peak = peak_tflops(gpu, job) * 1e12
     step_s = mean(published_step_s(run.architecture, each, run.cluster, [whole] * job.devices) for each in run.jobs)
-    return PublishedRate(
-        source=run.source,
-        where=run.where,
-        label=", ".join(filter(None, (*what, *how))),
-        technique=job.technique,
-        gpu=gpu.name,
-        generation=generation_of(gpu).name,
-        kernels=job.kernels,
-        parameters=run.architecture.parameters,
-        tokens_per_s=run.tokens_per_s,
-        planned=job.batch.tokens / step_s,
-        share_of_peak=run.tokens_per_s * total / peak,
-        mfu=run.tokens_per_s * useful / peak,
-    )
+    planned = job.batch.tokens / step_s
+    return {
+        "source": run.source,
+        "repository": run.where.partition(":")[0],
+        "page": run.where.rpartition("/")[2],
+        "label": ", ".join(filter(None, (*what, *how))),
+        "technique": job.technique,
+        "gpu": gpu.name,
+        "generation": generation_of(gpu).name,
+        "kernels": job.kernels,
+        "parameters": run.architecture.parameters,
+        "tokens_per_s": run.tokens_per_s,
+        "planned": planned,
+        "ratio": planned / run.tokens_per_s,
+        "share_of_peak": run.tokens_per_s * total / peak,
+        "mfu": run.tokens_per_s * useful / peak,
+    }
 
 
 @cache
@@ -105,7 +108,6 @@ def rates_not_used() -> list[dict[str, Any]]:
 
 def _run(point: dict[str, Any]) -> PublishedRun:
     source, gpu = _file()["sources"][point["source"]], _gpu(point["gpu"])
-    path = source["pages"][point["page"]].partition(": ")[0]
     length, nodes = round(point["length"]), point["nodes"]
     network = MACHINE_GB_PER_S.get(generation_of(gpu).name)
     link = Link("InfiniBand", network) if nodes > 1 and network else None
@@ -126,7 +128,7 @@ def _run(point: dict[str, Any]) -> PublishedRun:
     also = (replace(job, gradient_checkpointing=True),) if 0 < point["checkpointed"] < 1 else ()
     return PublishedRun(
         source=point["source"],
-        where=f"{source['where']}:{path}",
+        where=f"{source['where']}:{source['pages'][point['page']].partition(': ')[0]}",
         stated=point["stated"],
         architecture=_architecture(point["shape"]),
         jobs=(job, *also),

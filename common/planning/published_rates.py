@@ -1,18 +1,21 @@
 """Training rates that others published, each beside what the planner says of the same run.
 
-`python -m bench.published` plans the runs of assets/published_rates.json, and writes what is read here.
+`python -m bench.published` plans the runs of assets/published_rates.json, and writes what is read here. A rate has its
+`source`, a `repository` and `page` on GitHub, a `label`, `technique`, `gpu`, its `generation`, `kernels`, `parameters`,
+`tokens_per_s` of one GPU, the same `planned`, the `ratio` of these two, and operations per second over the GPU's dense
+peak: `mfu`, and `share_of_peak` with those that checkpointing repeats.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture
-from common.planning.job import Job, Kernels
+from common.planning.job import Job
 from common.planning.shares import Share
 from common.planning.step_speed import generation_of
 from common.planning.time_plan import Cluster, Speed, step_time
@@ -21,41 +24,7 @@ PLANNED_PATH = REPOSITORY / "assets" / "published_planned.json"
 SIMILAR_SIZE = 4  # times as many parameters, or as few
 
 
-@dataclass(frozen=True)
-class PublishedRate:
-    """A published rate, in tokens per second of one GPU.
-
-    Attributes:
-        source: Its key in assets/published_rates.json.
-        where: `owner/name:path` on GitHub.
-        label: `mistral-7b, LoRA, 2 x A100 80GB SXM (fsdp), 4 x 4,096, fused`.
-        planned: What the planner says, in the same unit.
-        share_of_peak: Operations per second over the GPU's dense peak; of checkpointing also the repeated ones.
-        mfu: The same without these.
-    """
-
-    source: str
-    where: str
-    label: str
-    technique: str
-    gpu: str
-    generation: str
-    kernels: Kernels
-    parameters: int
-    tokens_per_s: float
-    planned: float
-    share_of_peak: float
-    mfu: float
-
-    @property
-    def ratio(self) -> float:
-        """Planned over published."""
-        return self.planned / self.tokens_per_s
-
-    @property
-    def repository(self) -> str:
-        """`owner/name` on GitHub."""
-        return self.where.partition(":")[0]
+Rate = dict[str, Any]
 
 
 @cache
@@ -64,14 +33,13 @@ def published_planned() -> dict[str, Any]:
     return json.loads(PLANNED_PATH.read_text(encoding="utf-8"))
 
 
-@cache
-def published_rates() -> tuple[PublishedRate, ...]:
+def published_rates() -> list[Rate]:
     """Return all rates, in the file's order."""
-    return tuple(PublishedRate(*row) for row in published_planned()["rates"])
+    return published_planned()["rates"]
 
 
 @cache
-def best_published(technique: str, generation: str, parameters: int) -> PublishedRate | None:
+def best_published(technique: str, generation: str, parameters: int) -> Rate | None:
     """Return the published run that reaches the largest share of its GPU's peak; None where there is none.
 
     Of runs with the technique, on a GPU of the generation, of models with a quarter to four times the parameters.
@@ -79,11 +47,10 @@ def best_published(technique: str, generation: str, parameters: int) -> Publishe
     alike = [
         rate
         for rate in published_rates()
-        if rate.technique == technique
-        and rate.generation == generation
-        and parameters / SIMILAR_SIZE <= rate.parameters <= parameters * SIMILAR_SIZE
+        if (rate["technique"], rate["generation"]) == (technique, generation)
+        and parameters / SIMILAR_SIZE <= rate["parameters"] <= parameters * SIMILAR_SIZE
     ]
-    return max(alike, key=lambda rate: rate.share_of_peak, default=None)
+    return max(alike, key=lambda rate: rate["share_of_peak"], default=None)
 
 
 def best_tokens_per_s(
@@ -99,9 +66,9 @@ def best_tokens_per_s(
         return None
     own_s, best_s = (
         published_step_s(architecture, replace(job, kernels=kernels), cluster, shares)
-        for kernels in (job.kernels, best.kernels)
+        for kernels in (job.kernels, best["kernels"])
     )
-    return tokens_per_s * max(1.0, own_s / best_s / best.ratio)
+    return tokens_per_s * max(1.0, own_s / best_s / best["ratio"])
 
 
 def published_step_s(architecture: Architecture, job: Job, cluster: Cluster, shares: Sequence[Share]) -> float:
@@ -111,9 +78,9 @@ def published_step_s(architecture: Architecture, job: Job, cluster: Cluster, sha
 
 def evidence(gpu: Gpu) -> str:
     """Return which published rates the speed of a GPU rests on, in words."""
-    if own := sum(rate.gpu == gpu.name for rate in published_rates()):
+    if own := sum(rate["gpu"] == gpu.name for rate in published_rates()):
         return f"{own} published rates are of it"
     generation = generation_of(gpu)
-    alike = dict.fromkeys(rate.gpu for rate in published_rates() if rate.generation == generation.name)
+    alike = dict.fromkeys(rate["gpu"] for rate in published_rates() if rate["generation"] == generation.name)
     taken = f"as of {', '.join(alike)}, which are alike" if alike else generation.assumed
     return f"no published rate is of it: its share of the peak is assumed, {taken}"

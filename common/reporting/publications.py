@@ -3,12 +3,12 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from statistics import median
 
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
-from common.planning.published_rates import PublishedRate, published_planned, published_rates
+from common.planning.published_rates import published_planned, published_rates
 from common.records.store import Record
 from common.reporting.columns import Column, Table
 from common.reporting.rows import Row, groups_of
@@ -40,22 +40,22 @@ OWN_MFU = {
 """By the label of a run on one GPU, the MFU that its source has."""
 
 
-def is_near(rate: PublishedRate) -> bool:
+def is_near(rate: Row) -> bool:
     """Return whether planned and published differ by less than a factor of `WITHIN`."""
-    return abs(math.log(rate.ratio)) <= math.log(WITHIN)
+    return abs(math.log(rate["ratio"])) <= math.log(WITHIN)
 
 
 # -- rows
 
 
-def _by_source() -> dict[str, list[PublishedRate]]:
+def _by_source() -> dict[str, list[Row]]:
     """Return the rates of each source, the one with most first."""
-    by_source = groups_of(published_rates(), attrgetter("source"))
+    by_source = groups_of(published_rates(), itemgetter("source"))
     return dict(sorted(by_source.items(), key=lambda named: -len(named[1])))
 
 
-def _by_label() -> dict[str, PublishedRate]:
-    return {rate.label: rate for rate in reversed(published_rates())}  # of several alike the first
+def _by_label() -> dict[str, Row]:
+    return {rate["label"]: rate for rate in reversed(published_rates())}  # of several alike the first
 
 
 def _model_flops(_: list[Record]) -> Iterator[Row]:
@@ -66,8 +66,8 @@ def _model_flops(_: list[Record]) -> Iterator[Row]:
         yield {**fastest, "run": f"here: llama-3.1-8b, {technique}, {gpu}, {fastest['name']}", "own_mfu": "the same"}
     for label, own_mfu in OWN_MFU.items():
         rate = _by_label()[label]
-        run = f"{rate.repository}: {label}"
-        yield {"run": run, "tokens_per_s": rate.tokens_per_s, "mfu": rate.mfu, "own_mfu": own_mfu}
+        run = f"{rate['repository']}: {label}"
+        yield {"run": run, "tokens_per_s": rate["tokens_per_s"], "mfu": rate["mfu"], "own_mfu": own_mfu}
 
 
 # -- tables
@@ -79,7 +79,7 @@ def _planned(name: str, *columns: Column) -> Table:
 
 
 def _of_ratios(title: str, value_of: Callable[[Sequence[float]], object], form: str) -> Column:
-    return Column(title, lambda row: value_of([rate.ratio for rate in row["rates"]]), form)
+    return Column(title, lambda row: value_of([rate["ratio"] for rate in row["rates"]]), form)
 
 
 RATE = (
@@ -91,7 +91,7 @@ RATE = (
 RATES_BY_SOURCE = {
     f"rates-{source}": Table(
         lambda _, rates=rates: rates,
-        (*RATE, Column("Page", lambda rate: rate.where.rpartition("/")[2])),
+        (*RATE, Column("Page", "page")),
         shared=("Page",),
     )
     for source, rates in _by_source().items()
@@ -123,14 +123,14 @@ TABLES = {
     # per source, how far the planner's times are from the published ones
     "rates-by-source": Table(
         lambda _: [
-            *({"source": rates[0].repository, "rates": rates} for rates in _by_source().values()),
+            *({"source": rates[0]["repository"], "rates": rates} for rates in _by_source().values()),
             {"source": "all", "rates": published_rates()},
         ],
         (
             Column("Source", "source"),
             Column(
                 "Technique",
-                lambda row: ", ".join(dict.fromkeys(TECHNIQUES[rate.technique].short for rate in row["rates"])),
+                lambda row: ", ".join(dict.fromkeys(TECHNIQUES[rate["technique"]].short for rate in row["rates"])),
             ),
             Column("Points", lambda row: len(row["rates"])),
             _of_ratios("Ratio", median, "{:.2f}"),

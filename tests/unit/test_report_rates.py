@@ -9,4 +9,4 @@ def test_the_page_has_every_point() -> None:
     page = (REPOSITORY / "docs" / "published_rates.md").read_text(encoding="utf-8")
     assert all(f"<!-- table: {name} -->" in page for name in RATES_BY_SOURCE)
     assert sum(len(table([])) for table in RATES_BY_SOURCE.values()) == len(published_rates())
-    assert all(f"https://github.com/{rate.repository})" in page for rate in published_rates())
+    assert all(f"https://github.com/{rate['repository']})" in page for rate in published_rates())
