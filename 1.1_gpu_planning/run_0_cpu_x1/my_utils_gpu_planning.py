@@ -242,26 +242,9 @@ def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str
     """Return, for a kept record, the first device's memory in GiB and all tokens per second, planned and measured.
 
     Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan is
-    without overhead, as the run's own is; on CPU both are of the whole process. Its speed is planned from the `others`,
-    lest it be predicted from itself.
+    without overhead; on CPU both are of the whole process. Its speed is planned from the `others`, lest it be predicted
+    from itself.
     """
-    memory, on_gpu = record["memory"][0], record["config"]["device"] == "cuda"
-    plan = _plan_of(record, others)
-    now = plan.devices[0].allocated_gib if on_gpu else plan.devices[0].peak_gib
-    gib = now if memory["planned_gib"] is None else memory["planned_gib"]
-    whole_run_gib = memory["peak_allocated_gib" if on_gpu else "peak_rss_gib"]
-    return {
-        "run": f"{record['run_folder'].partition('_')[0]}, {record['run_name']}",
-        "devices": record["config"]["devices"],
-        "planned": "now" if memory["planned_gib"] is None else "by the run",
-        "planned GiB": gib,
-        "measured GiB": memory.get("peak_training_gib") or whole_run_gib,
-        "planned tokens per s": round(plan.tokens_per_s),
-        "measured tokens per s": round(record["tokens_per_s"]),
-    }
-
-
-def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Plan:
     from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
     run = RunConfig.of_record(record["config"])
@@ -269,7 +252,19 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     batch = BatchShape(**record["planned"]["batch"]) if run.weights == "random" else batch_of_run(run)[0]
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     architecture, job, cluster = architecture_of_run(run, batch), job_of_run(run, batch), Cluster((gpu,) * run.devices)
-    return make_plan(architecture, job, cluster, calibration_from(others, batch.task))
+    plan = make_plan(architecture, job, cluster, calibration_from(others, batch.task))
+    memory, on_gpu = record["memory"][0], run.device == "cuda"
+    now = plan.devices[0].allocated_gib if on_gpu else plan.devices[0].peak_gib
+    whole_run_gib = memory["peak_allocated_gib" if on_gpu else "peak_rss_gib"]
+    return {
+        "run": f"{record['run_folder'].partition('_')[0]}, {record['run_name']}",
+        "devices": run.devices,
+        "planned": "now" if memory["planned_gib"] is None else "by the run",
+        "planned GiB": now if memory["planned_gib"] is None else memory["planned_gib"],
+        "measured GiB": memory.get("peak_training_gib") or whole_run_gib,
+        "planned tokens per s": round(plan.tokens_per_s),
+        "measured tokens per s": round(record["tokens_per_s"]),
+    }
 
 
 # -- pictures

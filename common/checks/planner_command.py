@@ -22,6 +22,7 @@ from common.checks.planner_options import (
     techniques_asked,
 )
 from common.checks.run_command import last_lines, run_command
+from common.hardware.devices import Gpu
 from common.planning.architectures import UnknownArchitectureError, read_architecture, usual_tiles
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
@@ -32,6 +33,11 @@ from common.planning.published_rates import evidence
 from common.planning.ranking import SORTED_BY, ranked_plans, usual_precision
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
+
+PIPELINES = (
+    "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe where "
+    "there are fewer micro-batches than stages"
+)
 
 
 @refused_in_one_sentence()
@@ -51,7 +57,7 @@ def answer(options: PlannerOptions) -> int:
 
         faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
         techniques = [options.technique] if options.technique else faked
-        runs = [run_of(options, job, cluster, technique) for technique in techniques]
+        runs = [_run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     if architecture.tower:
@@ -73,7 +79,7 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    alone, figures_alone = one_machine_alone(shared, calibration) if shared else ("", {})
+    alone, figures_alone = _one_machine_alone(shared, calibration) if shared else ("", {})
 
     def command_of(plan: Plan) -> str:
         return run_command(plan, options.model, options.model_revision)
@@ -103,7 +109,7 @@ def answer(options: PlannerOptions) -> int:
     return 0 if plans[0].may_fit else 1
 
 
-def one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
+def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
     """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone; empty with one."""
     cluster, job = plan.cluster, plan.job
     if cluster.nodes == 1:
@@ -183,18 +189,18 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
 
 def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
     best = plans[0]
-    job, link = best.job, best.cluster.slowest_link
-    learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
-    learnt = "with two answers each" if job.batch.goal.compares else learnt
-    summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
-    tower_tokens = best.architecture.tower.tokens if best.architecture.tower else 0
-    pictures = f", of which a picture in {job.batch.tiles} squares takes {job.batch.tiles * tower_tokens:,}"
+    job, batch, link, tower = best.job, best.job.batch, best.cluster.slowest_link, best.architecture.tower
+    learnt = f"with one of {batch.classes} labels each" if batch.classes else "learnt as a whole"
+    learnt = "with two answers each" if batch.goal.compares else learnt
+    summaries = f" with summaries of {batch.target_length:,}" if batch.target_length else ""
+    pictures = f", of which a picture in {batch.tiles} squares takes {batch.tiles * tower.tokens:,}" if tower else ""
+    rank = f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""
     speeds = zip(dict.fromkeys(best.cluster.gpus), best.speed_sources, strict=True)
+    yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
+    hybrid = {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}
     said = [
-        f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
-        f"{job.optimizer}, {job.attention} attention, "
-        f"{job.kernels} kernels"
-        + (f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""),
+        f"rows of {batch.length:,} tokens{summaries}{pictures}, {learnt}; {job.optimizer}, {job.attention} attention, "
+        f"{job.kernels} kernels{rank}",
         *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
         *(f"{gpu.name}: {evidence(gpu)}" for gpu, source in speeds if MEASURED not in source),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
@@ -205,35 +211,34 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
         f"validated, and answered before and after training: as many rows at once as need no more than training, at "
         f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
+        f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}"
+        if len(best.devices) > 1
+        else "",
+        PIPELINES if any(plan.job.parallelism.pipelines for plan in plans) else "",
+        *(
+            f"{name}: hybrid sharding, {plan.job.dp_replicate_size} copies of the model, each sharded by "
+            f"{plan.job.shard_ranks} GPUs and gathered by {plan.cluster.link_among(plan.job.shard_ranks).name}"
+            for name, plan in hybrid.items()
+        ),
+        *(_price(gpu, options.usd_per_hour) for gpu in dict.fromkeys(best.cluster.gpus)),
     ]
-    if len(best.devices) > 1:
-        yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
-        said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}")
-    if any(plan.job.parallelism.pipelines for plan in plans):
-        said.append(
-            "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe "
-            "where there are fewer micro-batches than stages"
-        )
-    for name, plan in {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}.items():
-        copies, near = plan.job.dp_replicate_size, plan.cluster.link_among(plan.job.shard_ranks)
-        said.append(
-            f"{name}: hybrid sharding, {copies} copies of the model, each sharded by {plan.job.shard_ranks} GPUs and "
-            f"gathered by {near.name}"
-        )
-    for gpu in dict.fromkeys(best.cluster.gpus):
-        if options.usd_per_hour:
-            said.append(f"{gpu.name}: {options.usd_per_hour} USD per hour, as given")
-        elif gpu.usd_per_hour:
-            said.append(f"{gpu.name}: {gpu.usd_per_hour} USD per hour, read {gpu.price_date} ({gpu.price_source})")
-    return said
+    return list(filter(None, said))
 
 
-def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
-    """Return the run that a dry run is to take in the place of the closed form."""
-    has_adapters, devices = TECHNIQUES[technique].has_adapters, len(cluster.gpus)
-    lengths = {"max_length": job.batch.length}
-    if job.batch.target_length:
-        lengths["max_target_length"] = job.batch.target_length
+def _price(gpu: Gpu, given: float | None) -> str:
+    if given:
+        return f"{gpu.name}: {given} USD per hour, as given"
+    source = f"read {gpu.price_date} ({gpu.price_source})"
+    return f"{gpu.name}: {gpu.usd_per_hour} USD per hour, {source}" if gpu.usd_per_hour else ""
+
+
+def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
+    """Return the run that a dry run takes in the place of the closed form."""
+    has_adapters, devices, target_length = (
+        TECHNIQUES[technique].has_adapters,
+        len(cluster.gpus),
+        job.batch.target_length,
+    )
     adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
     return RunConfig(
         technique=technique,
@@ -249,6 +254,7 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
         gradient_checkpointing=bool(options.gradient_checkpointing),
         per_device_train_batch_size=job.batch.rows,
         target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
+        max_length=job.batch.length,
         **adapters,
-        **lengths,
+        **({"max_target_length": target_length} if target_length else {}),
     )
