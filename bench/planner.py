@@ -23,8 +23,8 @@ from common.base.paths import REPOSITORY
 from common.checks.dry_run import dry_run
 from common.models.placement import place_stages
 from common.planning.architectures import read_architecture
+from common.planning.job import job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.run_jobs import job_of_run
 from common.planning.shares import whole_model
 from common.reporting.rows import NOT_RUN
 

@@ -26,9 +26,8 @@ from common.checks.tried_rows import rows_of_length
 from common.hardware.devices import Gpu, MemoryReading, forget_peak, gpu_of_device, gpus, read_memory
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, job_of_run
 from common.planning.memory_plan import DeviceMemory
-from common.planning.run_jobs import job_of_run
 from common.planning.shares import whole_model
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank

@@ -14,12 +14,11 @@ from common.base.specs import TECHNIQUES
 from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options
 from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
-from common.planning.job import BatchShape, Job, Precision
+from common.planning.job import BatchShape, Job, Precision, architecture_of_run, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.plan_texts import why
 from common.planning.plans import Plan, make_plan, plan_run
 from common.planning.ranking import ranked_plans, usual_precision
-from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link

@@ -22,8 +22,7 @@ from common.models.loading import (
     longest_readable,
 )
 from common.models.minilm import MINILM
-from common.planning.job import BatchShape
-from common.planning.run_jobs import with_tiles
+from common.planning.job import BatchShape, with_tiles
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import answer
-from common.checks.planner_options import cluster_of, job_of, read_options
+from common.checks.planner_command import answer, cluster_of, job_of, read_options
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead

@@ -19,8 +19,7 @@ from common.base.specs import TASKS, TECHNIQUES
 from common.checks.dry_run import dry_run
 from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
-from common.checks.planner_command import answer
-from common.checks.planner_options import read_options
+from common.checks.planner_command import answer, read_options
 from common.data.row_checks import say_once
 from common.models.families import suited_to_model
 from common.models.loading import model_without_weights

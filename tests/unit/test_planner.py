@@ -21,10 +21,9 @@ from common.hardware.devices import CPU_DEVICE, find_gpu
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
-from common.planning.job import BatchShape, Job
+from common.planning.job import BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.plans import Plan, make_plan, plan_run
 from common.planning.ranking import ABOUT_AS_FAST, ranked_plans
-from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.step_speed import step_flops
 from common.planning.terms import PARTS

@@ -12,7 +12,7 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
 from common.checks import planner_command
-from common.checks.planner_options import read_options
+from common.checks.planner_command import read_options
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
 

@@ -27,8 +27,6 @@ from common.planning import gpu_overhead
 from common.planning.gpu_overhead import memory_of_step
 from common.planning.job import Loop
 
-SOURCES = tuple(sources())
-
 
 def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> None:
     held_out = {name for name, source in sources().items() if source["held_out"]}
@@ -106,7 +104,7 @@ def test_19_of_20_figures_of_the_source_that_it_is_fitted_to_are_at_most_the_saf
     assert 0.95 <= safe_share(chosen) < 0.97
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", sources())
 def test_each_point_says_where_it_is_from_and_has_a_figure_or_ran_out(source: str) -> None:
     found = points_of(source)
     assert sources()[source]["where"]

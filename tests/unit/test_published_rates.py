@@ -1,6 +1,5 @@
 """The planner's times beside rates that others published, and what must hold where nothing is published."""
 
-import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -10,15 +9,16 @@ import pytest
 
 from bench import published
 from bench.published_rates import published_runs, rates_not_used
+from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
 from common.planning.plans import make_plan
-from common.planning.published_rates import PLANNED_PATH, best_published, evidence, published_rates
+from common.planning.published_rates import best_published, evidence, published_planned, published_rates
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
-from common.reporting.publications import WELL_KNOWN, is_near
+from common.reporting.publications import RATES_BY_SOURCE, WELL_KNOWN, is_near
 
 # sources that the constants do as well on when they are fitted without them (assets/README.md)
 HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}
@@ -55,7 +55,14 @@ def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
 
 
 def test_what_is_kept_of_published_runs_is_what_the_planner_says_of_them_now() -> None:
-    assert json.loads(PLANNED_PATH.read_text(encoding="utf-8")) == published.content(), "run python -m bench.published"
+    assert published_planned() == published.content(), "run python -m bench.published"
+
+
+def test_the_page_has_every_point() -> None:
+    page = (REPOSITORY / "docs" / "published_rates.md").read_text(encoding="utf-8")
+    assert all(f"<!-- table: {name} -->" in page for name in RATES_BY_SOURCE)
+    assert sum(len(table([])) for table in RATES_BY_SOURCE.values()) == len(published_rates())
+    assert all(f"https://github.com/{rate['repository']})" in page for rate in published_rates())
 
 
 def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:

@@ -15,10 +15,9 @@ from common.checks.planner_options import cluster_of, evaluation_of, job_of, rea
 from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
-from common.planning.job import ALL_LINEAR, Job
+from common.planning.job import ALL_LINEAR, Job, job_of_run
 from common.planning.plans import Plan
 from common.planning.ranking import ranked_plans
-from common.planning.run_jobs import job_of_run
 
 QUESTIONS = (
     "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --attention flash",

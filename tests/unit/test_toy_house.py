@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.base.specs import PARALLELISMS, TASKS
-from common.checks.planner_command import answer
-from common.checks.planner_options import read_options
+from common.checks.planner_command import answer, read_options
 from common.records.store import Record
 from common.reporting.rows import results_of_this_machine
 from common.reporting.tables import side_by_side
