@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from bench.published_rates import PublishedRun, beside_planned, published_runs
+from bench.published import PublishedRun, beside_planned, published_runs
 from common.planning import step_speed
 
 STEPS = (1.3, 1.1, 1.03)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.published_memory import (
+from bench.published import (
     AS_PEFT,
     CALIBRATION,
     KINDS,

@@ -7,8 +7,7 @@ from statistics import median
 
 import pytest
 
-from bench import published
-from bench.published_rates import published_runs, rates_not_used
+from bench.published import content, published_runs, rates_not_used
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
@@ -55,7 +54,7 @@ def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
 
 
 def test_what_is_kept_of_published_runs_is_what_the_planner_says_of_them_now() -> None:
-    assert published_planned() == published.content(), "run python -m bench.published"
+    assert published_planned() == content(), "run python -m bench.published"
 
 
 def test_the_page_has_every_point() -> None:

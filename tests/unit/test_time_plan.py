@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.published_rates import published_runs
+from bench.published import published_runs
 from common.base.run_config import RunConfig
 from common.hardware.devices import CPU_DEVICE, cpu_device, find_gpu
 from common.planning.architectures import Architecture, as_classifier, read_architecture
