@@ -116,11 +116,9 @@ class _Fullness:
         return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))
 
     def of(self, share: Share, gpu: Gpu) -> float:
-        """Return safe memory over capacity."""
         return memory_with_overhead(self.architecture, self.job, share, gpu).safe_gib / gpu.memory_gib
 
     def highest(self, shares: Sequence[Share]) -> float:
-        """Return how full the fullest device is."""
         return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
 
 

@@ -85,8 +85,9 @@ class BatchShape:
             return self
         length, target = (-(-tokens // multiple) * multiple for tokens in (self.length, self.target_length))
         labelled = target or self.labelled  # of messages the padding has no label
-        padded = self.padded or length > self.length
-        return replace(self, length=length, labelled=labelled, padded=padded, target_length=target)
+        return replace(
+            self, length=length, labelled=labelled, padded=self.padded or length > self.length, target_length=target
+        )
 
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""

@@ -172,8 +172,7 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
         for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
             is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
             attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
-    positions = batch.sequences * job.head_positions
-    head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
+    head = 2 * batch.sequences * job.head_positions * architecture.vocab * architecture.hidden * share.has_head
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0

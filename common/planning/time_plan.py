@@ -78,9 +78,7 @@ class Cluster:
     @property
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
-        if self.link or self.nodes > 1:
-            return self.link or ethernet(ASSUMED_ETHERNET_GBIT)
-        return self.link_in_machine
+        return self.link or (ethernet(ASSUMED_ETHERNET_GBIT) if self.nodes > 1 else self.link_in_machine)
 
     def link_among(self, ranks: int) -> Link:
         """Return the slowest link between neighbours of a ring through so many successive GPUs."""
