@@ -219,43 +219,8 @@ class Job(HasSpecs):
     draws_weights: bool = False
 
     def __post_init__(self) -> None:
-        rows, parts, sharing, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
-        known, library = ", ".join(OPTIMIZER_BYTES), sharing.sharded_by or "tensor parallelism"
-        refusals = (
-            (
-                self.optimizer not in OPTIMIZER_BYTES,
-                f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.",
-            ),
-            (
-                sharing.is_single and self.devices != 1,
-                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp.",
-            ),
-            (
-                not sharing.is_single and self.devices < 2,
-                f"--parallel {parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2.",
-            ),
-            (self.unshardable(), self.unshardable()),
-            (
-                not sharing.pipelines and parts != 1,
-                f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
-            ),
-            (
-                rows % parts,
-                f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: "
-                f"pass --batch-size {-(-rows // parts) * parts}.",
-            ),
-            (
-                self.method.quantizes and not sharing.takes_4_bits,
-                f"--technique {self.technique} with --parallel {parallel}: {library} does not divide weights in 4 "
-                "bits: pass --parallel fsdp or ddp, or --technique lora.",
-            ),
-            (
-                self.offload and (sharing.splits_layers or sharing.splits_matrices),
-                f"--offload with --parallel {parallel} is not planned: pass fsdp or zero3.",
-            ),
-        )
-        for refused, complaint in refusals:
-            if refused:
+        for is_broken, complaint in _contradictions(self):
+            if is_broken:
                 raise BadInputError(complaint)
 
     @property
@@ -357,6 +322,41 @@ class Job(HasSpecs):
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
                     f"{','.join(names)}."
                 )
+
+
+def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
+    sharing, devices, rows, parts = job.parallelism, job.devices, job.batch.rows, job.micro_batches
+    named, library = f"--parallel {job.parallel}", sharing.sharded_by or "tensor parallelism"
+    optimizers, even_rows = ", ".join(OPTIMIZER_BYTES), -(-rows // parts) * parts
+    return (
+        (
+            job.optimizer not in OPTIMIZER_BYTES,
+            f"The optimizer {job.optimizer!r} is not known to the planner: pass one of {optimizers}.",
+        ),
+        (
+            sharing.is_single and devices != 1,
+            f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp.",
+        ),
+        (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
+        (job.unshardable(), job.unshardable()),
+        (
+            not sharing.pipelines and parts != 1,
+            f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
+        ),
+        (
+            rows % parts,
+            f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: pass --batch-size {even_rows}.",
+        ),
+        (
+            job.method.quantizes and not sharing.takes_4_bits,
+            f"--technique {job.technique} with {named}: {library} does not divide weights in 4 bits: pass --parallel "
+            "fsdp or ddp, or --technique lora.",
+        ),
+        (
+            job.offload and (sharing.splits_layers or sharing.splits_matrices),
+            f"--offload with {named} is not planned: pass fsdp or zero3.",
+        ),
+    )
 
 
 # -- of a run

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from common.hardware.devices import Gpu
-from common.planning.architectures import Architecture
-from common.planning.job import Job
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
@@ -202,23 +200,19 @@ def _letters(plan: Plan) -> str:
             f"encoder S = E = {batch.length} tokens, T = TE = B S = {rows * batch.length:,}, "
             f"decoder S = {target} tokens, T = B S = {rows * target:,}"
         )
+    pictures = ""
+    if sees(architecture, job, whole_model(architecture)):
+        tower, encoder = TowerActivations(architecture.tower, job), architecture.tower.encoder
+        pictures = (
+            f"pixels = {tower.pixels:,}, N = {tower.patches:,} patches, tokens = {tower.tokens:,} of pictures, "
+            f"Hv = {encoder.hidden:,}, Iv = {encoder.intermediate:,}, "
+        )
     return (
-        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {_letters_of_tower(architecture, job)}"
+        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}"
         f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
         f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
         f"V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, x = {hidden_bytes(architecture, job)}, "
         f"w = {job.weight_bytes} bytes"
-    )
-
-
-def _letters_of_tower(architecture: Architecture, job: Job) -> str:
-    """Return the same of a vision tower; empty without."""
-    if not sees(architecture, job, whole_model(architecture)):
-        return ""
-    tower = TowerActivations(architecture.tower, job)
-    return (
-        f"pixels = {tower.pixels:,}, N = {tower.patches:,} patches, tokens = {tower.tokens:,} of pictures, "
-        f"Hv = {tower.tower.encoder.hidden:,}, Iv = {tower.tower.encoder.intermediate:,}, "
     )
 
 
