@@ -56,28 +56,19 @@ class Question:
 
     def plan(self, technique: str, parallel: str = "single", **changes: Any) -> Plan:
         """Return the plan with one technique and parallelism; `changes` are fields of the job."""
-        asked = {
-            "technique": technique,
-            "parallel": parallel,
-            "devices": len(self.cluster.gpus),
-            "precision": self.precision or usual_precision(technique, self.cluster),
-            **changes,
-        }
-        job = replace(self.job, **asked)
+        job = replace(
+            self.job,
+            technique=technique,
+            parallel=parallel,
+            devices=len(self.cluster.gpus),
+            **{"precision": self.precision or usual_precision(technique, self.cluster), **changes},
+        )
         return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records()))
 
     def ranked(self) -> list[Plan]:
         """Return the plans of all techniques and parallelisms that make sense, best first."""
-        return ranked_plans(
-            self.architecture,
-            self.job,
-            self.cluster,
-            TECHNIQUES,
-            parallels=None,
-            checkpointing=None,
-            calibration=calibration_from(kept_records()),
-            precision=self.precision,
-        )
+        calibration = calibration_from(kept_records())
+        return ranked_plans(self.architecture, self.job, self.cluster, calibration, precision=self.precision)
 
     def over(self, link: str) -> "Question":
         """Return the same question with another link between the GPUs."""

@@ -35,8 +35,8 @@ def plans_of(question: str) -> list[Plan]:
     architecture = read_architecture(options.model, classes=options.classes)
     job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     return ranked_plans(
-        architecture, job, cluster_of(options), techniques_asked(options),
-        (options.parallel,) if options.parallel else None, None, {},
+        architecture, job, cluster_of(options), {}, techniques_asked(options),
+        (options.parallel,) if options.parallel else None,
     )  # fmt: skip
 
 
