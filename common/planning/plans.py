@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from common.base.errors import BadInputError
@@ -197,7 +197,8 @@ class Plan:
         """
         if self.job.evaluation is None:
             return self
-        alone = self._evaluating(1)
+        evaluating = cache(self._evaluating)  # what was tried need not be planned again
+        alone = evaluating(1)
         if not self.trains:
             return alone
 
@@ -205,10 +206,10 @@ class Plan:
             return all(
                 each.likely_share <= self._training_share
                 or (one.likely_share > self._training_share and each.share <= 1)
-                for one, each in zip(alone._beside_training, self._evaluating(rows)._beside_training, strict=True)
+                for one, each in zip(alone._beside_training, evaluating(rows)._beside_training, strict=True)
             )
 
-        return self._evaluating(largest(fits_beside, MOST_EVALUATED_AT_ONCE, MOST_EVALUATED_AT_ONCE) or 1)
+        return evaluating(largest(fits_beside, MOST_EVALUATED_AT_ONCE, MOST_EVALUATED_AT_ONCE) or 1)
 
     def _evaluating(self, rows: int) -> "Plan":
         return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
