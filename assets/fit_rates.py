@@ -1,7 +1,7 @@
 """Fit the constants of common/planning/step_speed.py to the points of published_rates.json, and print how they do.
 
-    python assets/fit_rates.py                       all points
-    python assets/fit_rates.py peft torchtitan       without these sources, and how the fit does on them
+    python -m assets.fit_rates                       all points
+    python -m assets.fit_rates peft torchtitan       without these sources, and how the fit does on them
 
 The error of a point is the logarithm of planned over published, at most 0.7, so that a few odd points weigh little. A
 source weighs as the root of its points. Constants go up and down by turns, in smaller and smaller steps, from values
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from bench.published import PublishedRun, beside_planned, published_runs
 from common.planning import step_speed
-from common.planning.published_rates import PublishedRate, published_rates
 
 STEPS = (1.3, 1.1, 1.03)
 MOST = 0.7  # of a point's error
@@ -24,7 +24,7 @@ SINGLE = ("ATTENTION_REACHED", "UNPACKING_BYTES", "LAUNCH_S")
 GENERATIONS = {each.name: each for each in step_speed.GENERATIONS}
 START = {"ATTENTION_REACHED": 0.5, "UNPACKING_BYTES": 10.0, "LAUNCH_S": 20e-6, "fp32": 0.7}
 START |= dict.fromkeys(GENERATIONS, 0.7)
-WEIGHTS = {source: count**-0.5 for source, count in Counter(rate.source for rate in published_rates()).items()}
+WEIGHTS = {source: count**-0.5 for source, count in Counter(rate.source for rate in published_runs()).items()}
 
 
 def take(constants: dict[str, float]) -> None:
@@ -36,12 +36,12 @@ def take(constants: dict[str, float]) -> None:
     )
 
 
-def ratios(rates: Sequence[PublishedRate]) -> list[float]:
+def ratios(rates: Sequence[PublishedRun]) -> list[float]:
     """Return planned over published, with the constants that the model has now."""
-    return [replace(rate).ratio for rate in rates]  # a copy has not planned yet
+    return [beside_planned(rate)["ratio"] for rate in rates]
 
 
-def loss(constants: dict[str, float], rates: Sequence[PublishedRate]) -> float:
+def loss(constants: dict[str, float], rates: Sequence[PublishedRun]) -> float:
     """Return the weighted mean of the points' errors."""
     take(constants)
     weights = [WEIGHTS[rate.source] for rate in rates]
@@ -49,7 +49,7 @@ def loss(constants: dict[str, float], rates: Sequence[PublishedRate]) -> float:
     return sum(map(math.prod, zip(weights, errors, strict=True))) / sum(weights)
 
 
-def fitted(rates: Sequence[PublishedRate]) -> dict[str, float]:
+def fitted(rates: Sequence[PublishedRun]) -> dict[str, float]:
     """Return the constants with the least loss; no share of a peak above 1."""
     constants = dict(START)
     lowest = loss(constants, rates)
@@ -68,7 +68,7 @@ def fitted(rates: Sequence[PublishedRate]) -> dict[str, float]:
     return constants
 
 
-def said(rates: Sequence[PublishedRate]) -> str:
+def said(rates: Sequence[PublishedRun]) -> str:
     """Return how far the model is off, in words."""
     off = ratios(rates)
     near = sum(1 / 1.5 <= ratio <= 1.5 for ratio in off) / len(off)
@@ -77,7 +77,7 @@ def said(rates: Sequence[PublishedRate]) -> str:
 
 def main(held_out: Sequence[str]) -> None:
     """Fit, and print."""
-    rates = published_rates()
+    rates = published_runs()
     print("constants as they are:", said(rates))
     used = [rate for rate in rates if rate.source not in held_out]
     constants = fitted(used)

@@ -23,42 +23,37 @@ from common.base.paths import REPOSITORY
 from common.checks.dry_run import dry_run
 from common.models.placement import place_stages
 from common.planning.architectures import read_architecture
+from common.planning.job import job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
 from common.reporting.rows import NOT_RUN
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.lease --only point && python -m bench planner"
 
-DRY_RUN_BARS = (0.02, 0.05)
-MEASURED_BARS = (0.03, 0.08)
-"""Largest mean and largest single error."""
-MEASURED_POINTS = 20
-"""Steps on a GPU that these errors should be of, at least."""
+DRY_RUN_BARS, MEASURED_BARS = (0.02, 0.05), (0.03, 0.08)  # largest mean and largest single error
+MEASURED_POINTS = 20  # steps on a GPU that these errors should be of, at least
 PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
 ROUNDS = 5
 
 DECODERS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-7b")
+# rows and their length in tokens, as far as each model can read; and long rows, so that scores and masks count
 MODEL_SHAPES = {
     **dict.fromkeys(DECODERS, SHAPES),
     "roberta-large": ((4, 512), (16, 256), (16, 512)),
     "bart-large-cnn": ((4, 512), (2, 1024), (8, 1024)),
 }
-"""Rows and their length in tokens, as far as each model can read."""
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
-"""Long rows, so that attention scores and masks count."""
+# with points of full fine-tuning of the linear layers alone
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
-"""Models with points of full fine-tuning of the linear layers alone."""
 TECHNIQUES_AND_TARGETS = (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
 EMBEDDED, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"
+# models that see: rows, their length in tokens, and the squares of a row's picture
 SEEING_SHAPES = (
     *((EMBEDDED, shape) for shape in ((1, 64, 1), (2, 96, 4), (8, 64, 1))),
     *((SMOLVLM, shape) for shape in ((4, 1600, 17), (8, 256, 2))),
 )
-"""Models that see: rows, their length in tokens, and the squares of a row's picture."""
-DIVIDED = (("llama-3.1-8b", "h200", 2), ("llama-3.2-3b", "a6000", 4))
-"""Models that are divided among GPUs of a kind, and how many."""
+DIVIDED = (("llama-3.1-8b", "h200", 2), ("llama-3.2-3b", "a6000", 4))  # models, GPUs of a kind, and how many
 QUICK_POINTS = 4
 MOST_WORKERS = 4
 
@@ -249,11 +244,7 @@ def speed_entries(rounds: int) -> list[Entry]:
 
 
 def process_s(command: list[str], rounds: int) -> float:
-    """Median seconds of a command in a process of its own, on one core.
-
-    Raises:
-        subprocess.CalledProcessError: it failed, and said why.
-    """
+    """Median seconds of a command in a process of its own, on one core."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ask = partial(subprocess.run, command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, check=True)
     return statistics.median(timeit.repeat(ask, number=1, repeat=rounds))

@@ -23,35 +23,23 @@ from common.checks.dry_run import dry_run
 from common.checks.folder_training import tried_by_folder
 from common.checks.measured_steps import StepClock
 from common.checks.tried_rows import rows_of_length
-from common.hardware.devices import (
-    Gpu,
-    MemoryReading,
-    forget_peak,
-    gpu_of_device,
-    gpus,
-    read_memory,
-)
+from common.hardware.devices import Gpu, MemoryReading, forget_peak, gpu_of_device, gpus, read_memory
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, job_of_run
 from common.planning.memory_plan import DeviceMemory
-from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 
-STEPS = 2
-"""The second has optimizer states from its start, and so the highest peak."""
+STEPS = 2  # the second has optimizer states from its start, and so the highest peak
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
-SHAPES = ((4, 512), (1, 2048), (1, 8192))
-"""Rows and their length in tokens."""
+SHAPES = ((4, 512), (1, 2048), (1, 8192))  # rows and their length in tokens
 QLORA_MODELS = ("llama-3.1-8b", "qwen2.5-7b")
-LARGE_QLORA_MODEL = "llama-3.1-70b"
-"""In 4 bits it has room on one card of 141 GB."""
-TOO_LARGE = 1.3
-"""Planned memory over the card's from which on a point is not even tried."""
+LARGE_QLORA_MODEL = "llama-3.1-70b"  # in 4 bits it has room on one card of 141 GB
+TOO_LARGE = 1.3  # planned memory over the card's from which on a point is not even tried
 
 
 @dataclass(frozen=True)
@@ -108,18 +96,20 @@ def step_of(
 
 @dataclass(frozen=True)
 class Point:
-    """A training step to be measured."""
+    """A training step to be measured.
+
+    Attributes:
+        length: Tokens of a row.
+        linear_only: Full fine-tuning trains the linear layers alone; else every weight.
+    """
 
     technique: str
     model: str
     rows: int
     length: int
-    """Tokens of a row."""
     gradient_checkpointing: bool
     linear_only: bool = False
-    """Whether full fine-tuning trains the linear layers alone; else every weight."""
     quantization: str = "nf4"
-    """Of the frozen weights, with qlora."""
 
     @property
     def step(self) -> Step:
@@ -130,10 +120,8 @@ class Point:
 
     def planned(self, gpu: Gpu) -> DeviceMemory:
         """The closed form's answer."""
-        architecture = read_architecture(self.model)
-        return memory_with_overhead(
-            architecture, job_of_run(self.step.run, self.step.batch), whole_model(architecture), gpu
-        )
+        architecture, step = read_architecture(self.model), self.step
+        return memory_with_overhead(architecture, job_of_run(step.run, step.batch), whole_model(architecture), gpu)
 
 
 # -- which points
@@ -141,24 +129,24 @@ class Point:
 
 def all_points() -> list[Point]:
     """Full and LoRA in every shape, full fine-tuning of linear layers alone, and QLoRA."""
-    grid = product(TECHNIQUES, MODELS, SHAPES, (False, True))
-    points = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
-    linear_grid = product(MODELS, SHAPES[:1], (False, True))
-    points += [
-        Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid
+    checkpointings = (False, True)
+    grid, linear_grid = product(TECHNIQUES, MODELS, SHAPES, checkpointings), product(MODELS, SHAPES[:1], checkpointings)
+    return [
+        *(Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid),
+        *(Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid),
+        *qlora_points(),
     ]
-    return points + qlora_points()
 
 
 def qlora_points() -> list[Point]:
     """Weights in 4 bits: middling models in every shape, a large one, and double quantization."""
-    grid = product(QLORA_MODELS, SHAPES, (False, True))
-    points = [Point("qlora", model, *shape, checkpointing) for model, shape, checkpointing in grid]
-    points += [Point("qlora", LARGE_QLORA_MODEL, *shape, True) for shape in SHAPES[:2]]
-    points.append(Point("qlora", LARGE_QLORA_MODEL, 1, 512, False))
-    for model in (QLORA_MODELS[0], LARGE_QLORA_MODEL):
-        points.append(Point("qlora", model, *SHAPES[0], True, quantization="nf4-double"))
-    return points
+    grid, both = product(QLORA_MODELS, SHAPES, (False, True)), (QLORA_MODELS[0], LARGE_QLORA_MODEL)
+    return [
+        *(Point("qlora", model, *shape, checkpointing) for model, shape, checkpointing in grid),
+        *(Point("qlora", LARGE_QLORA_MODEL, *shape, True) for shape in SHAPES[:2]),
+        Point("qlora", LARGE_QLORA_MODEL, 1, 512, False),
+        *(Point("qlora", model, *SHAPES[0], True, quantization="nf4-double") for model in both),
+    ]
 
 
 # -- one point, in its own process
@@ -231,11 +219,7 @@ def point_of(record: dict[str, Any]) -> Point:
 
 
 def gpu_here() -> Gpu:
-    """This machine's first GPU.
-
-    Raises:
-        BadInputError: there is none, or the catalogue lacks it.
-    """
+    """This machine's first GPU; refused where there is none, or the catalogue lacks it."""
     names = gpus()[1]  # asking PyTorch would start CUDA here, and take memory from the points
     if not names or not torch.cuda.is_available():
         raise BadInputError("PyTorch sees no GPU here: run this where one is; --rehearse tries all of it on a CPU.")

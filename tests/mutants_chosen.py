@@ -645,8 +645,8 @@ PLANS = (
     Fault(
         "planner: what does not fit is said to fit",
         "common/planning/plans.py",
-        "        return all(memory.peak_gib <= gpu.memory_gib for",
-        "        return all(memory.peak_gib >= gpu.memory_gib for",
+        "        return self._training_share <= 1\n",
+        "        return self._training_share >= 1\n",
         _unit("planner", "answers_are_explained"),
     ),
     Fault(

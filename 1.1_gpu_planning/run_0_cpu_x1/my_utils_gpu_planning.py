@@ -11,21 +11,14 @@ from matplotlib.figure import Figure
 
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options
+from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options
 from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
-from common.planning.job import BatchShape, Job, Precision
+from common.planning.job import BatchShape, Job, Precision, architecture_of_run, job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.plans import (
-    Plan,
-    architecture_of_run,
-    job_of_run,
-    make_plan,
-    plan_run,
-    ranked_plans,
-    usual_precision,
-    why,
-)
+from common.planning.plan_texts import why
+from common.planning.plans import Plan, make_plan, plan_run
+from common.planning.ranking import ranked_plans, usual_precision
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link
@@ -63,28 +56,19 @@ class Question:
 
     def plan(self, technique: str, parallel: str = "single", **changes: Any) -> Plan:
         """Return the plan with one technique and parallelism; `changes` are fields of the job."""
-        asked = {
-            "technique": technique,
-            "parallel": parallel,
-            "devices": len(self.cluster.gpus),
-            "precision": self.precision or usual_precision(technique, self.cluster),
-            **changes,
-        }
-        job = replace(self.job, **asked)
+        job = replace(
+            self.job,
+            technique=technique,
+            parallel=parallel,
+            devices=len(self.cluster.gpus),
+            **{"precision": self.precision or usual_precision(technique, self.cluster), **changes},
+        )
         return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records()))
 
     def ranked(self) -> list[Plan]:
         """Return the plans of all techniques and parallelisms that make sense, best first."""
-        return ranked_plans(
-            self.architecture,
-            self.job,
-            self.cluster,
-            TECHNIQUES,
-            parallels=None,
-            checkpointing=None,
-            calibration=calibration_from(kept_records()),
-            precision=self.precision,
-        )
+        calibration = calibration_from(kept_records())
+        return ranked_plans(self.architecture, self.job, self.cluster, calibration, precision=self.precision)
 
     def over(self, link: str) -> "Question":
         """Return the same question with another link between the GPUs."""
@@ -92,11 +76,7 @@ class Question:
 
 
 def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: int = 1, **options: object) -> Question:
-    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others.
-
-    Raises:
-        BadInputError: a model or GPU is unknown, or a number out of range.
-    """
+    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others."""
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
     asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
     architecture = read_architecture(asked.model, asked.model_revision)
@@ -252,26 +232,9 @@ def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str
     """Return, for a kept record, the first device's memory in GiB and all tokens per second, planned and measured.
 
     Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan is
-    without overhead, as the run's own is; on CPU both are of the whole process. Its speed is planned from the `others`,
-    lest it be predicted from itself.
+    without overhead; on CPU both are of the whole process. Its speed is planned from the `others`, lest it be predicted
+    from itself.
     """
-    memory, on_gpu = record["memory"][0], record["config"]["device"] == "cuda"
-    plan = _plan_of(record, others)
-    now = plan.devices[0].allocated_gib if on_gpu else plan.devices[0].peak_gib
-    gib = now if memory["planned_gib"] is None else memory["planned_gib"]
-    whole_run_gib = memory["peak_allocated_gib" if on_gpu else "peak_rss_gib"]
-    return {
-        "run": f"{record['run_folder'].partition('_')[0]}, {record['run_name']}",
-        "devices": record["config"]["devices"],
-        "planned": "now" if memory["planned_gib"] is None else "by the run",
-        "planned GiB": gib,
-        "measured GiB": memory.get("peak_training_gib") or whole_run_gib,
-        "planned tokens per s": round(plan.tokens_per_s),
-        "measured tokens per s": round(record["tokens_per_s"]),
-    }
-
-
-def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Plan:
     from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
     run = RunConfig.of_record(record["config"])
@@ -279,7 +242,19 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     batch = BatchShape(**record["planned"]["batch"]) if run.weights == "random" else batch_of_run(run)[0]
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     architecture, job, cluster = architecture_of_run(run, batch), job_of_run(run, batch), Cluster((gpu,) * run.devices)
-    return make_plan(architecture, job, cluster, calibration_from(others, batch.task))
+    plan = make_plan(architecture, job, cluster, calibration_from(others, batch.task))
+    memory, on_gpu = record["memory"][0], run.device == "cuda"
+    now = plan.devices[0].allocated_gib if on_gpu else plan.devices[0].peak_gib
+    whole_run_gib = memory["peak_allocated_gib" if on_gpu else "peak_rss_gib"]
+    return {
+        "run": f"{record['run_folder'].partition('_')[0]}, {record['run_name']}",
+        "devices": run.devices,
+        "planned": "now" if memory["planned_gib"] is None else "by the run",
+        "planned GiB": now if memory["planned_gib"] is None else memory["planned_gib"],
+        "measured GiB": memory.get("peak_training_gib") or whole_run_gib,
+        "planned tokens per s": round(plan.tokens_per_s),
+        "measured tokens per s": round(record["tokens_per_s"]),
+    }
 
 
 # -- pictures

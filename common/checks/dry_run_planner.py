@@ -31,24 +31,18 @@ class Tried:
     """A way to train, and what its dry runs showed of one device.
 
     Attributes:
-        memory: Of the batch that was asked for, at the peak, with what a GPU needs besides: context, workspace, gaps,
-            and NCCL's buffers where there are several; its spread is what published peaks had on top.
+        memory: At the peak, with what a GPU needs besides; its spread is what published peaks had on top.
         max_batch_size: Rows per device that fit: memory grows by as much for each.
     """
 
     run: RunConfig
-    gpu: Gpu
     memory: DeviceMemory
+    verdict: str
     max_batch_size: int
 
     @property
-    def verdict(self) -> str:
-        """`yes`: the GPU is safe to hold it; `tight`: it holds what is likely; `no`."""
-        return self.memory.verdict_on(self.gpu)
-
-    @property
     def name(self) -> str:
-        """For a table: `full, DDP, checkpointed`."""
+        """`full, DDP, checkpointed`."""
         parts = [self.run.method.short, self.run.parallelism.label]
         return ", ".join(parts + ["checkpointed"] * self.run.gradient_checkpointing)
 
@@ -56,12 +50,9 @@ class Tried:
 def answer_by_dry_runs(
     asked: Sequence[RunConfig], job: Job, gpu: Gpu, checkpointing: bool | None, unknown: str, as_json: bool
 ) -> int:
-    """Print the runs of `asked` that dry runs can show, best first; return 0 if one fits, else 1.
+    """Print the runs of `asked`, best first; return 0 if one fits, else 1; refuse what dry runs do not know.
 
     `checkpointing`: None where gradient checkpointing is to be used if it does not fit, or only tightly, without.
-
-    Raises:
-        BadInputError: the dry run does not know a technique or a parallelism that is asked for.
     """
     for run in asked:
         if run.method.quantizes or not (run.parallelism.is_single or run.parallelism.replicates):
@@ -73,25 +64,25 @@ def answer_by_dry_runs(
         f"{unknown} Dry runs stand in: they show memory, not time, and neither QLoRA nor sharding.",
         f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
     ]
-    best = tried[0]
-    memory, gpu, may_fit = best.memory, best.gpu, best.verdict != "no"
+    best, may_fit = tried[0], tried[0].verdict != "no"
+    memory = best.memory
     needs = f"{memory.peak_gib:.1f} GiB, safe with {memory.safe_gib:.1f}, of {gpu.memory_gib:.1f} on each {gpu.name}"
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
     advice = fitting if may_fit else f"Nothing fits. Nearest is {best.name}: {needs}"
-    command, why_not = _command_of(best)
+    command, why_not = _command_of(best, gpu)
     if as_json:
         answer = {
             "model": runs[0].model,
             "figures": "projected",
             "sorted_by": SORTED_BY,
-            "ranked": [_as_json(each) for each in tried],
+            "ranked": [_as_json(each, gpu) for each in tried],
             "recommendation": advice,
             "assumptions": said,
             "run": command or None,
         }
         print(json.dumps(answer, indent=2))
     else:
-        table = f"{_table(tried)}\nsorted by {SORTED_BY}"
+        table = f"{_table(tried, gpu)}\nsorted by {SORTED_BY}"
         last = f"Recommended: {advice}\nRun: {command or why_not}"
         print("\n\n".join([said[0], f"{said[1]}; every figure is projected", table, last]))
     return 0 if may_fit else 1
@@ -109,9 +100,8 @@ def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Trie
     memory = DeviceMemory(result.peak_segment, terms, spread=SPREAD_SHARE * passing)
     row_gib = (doubled.peak_gib - result.peak_gib) / rows
     max_rows = max(0, rows + math.floor((gpu.memory_gib - memory.safe_gib) / row_gib))
-    tried = Tried(run, gpu, memory, max_rows)
-    if tried.verdict == "yes" or checkpointing is not None:
-        return tried
+    if (verdict := memory.verdict_on(gpu)) == "yes" or checkpointing is not None:
+        return Tried(run, memory, verdict, max_rows)
     return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
 
 
@@ -121,25 +111,24 @@ def _rank(tried: Tried) -> tuple[int, int, float]:
     return ("yes", "tight", "no").index(tried.verdict), technique, tried.memory.peak_gib
 
 
-def _command_of(best: Tried) -> tuple[str, str]:
+def _command_of(best: Tried, gpu: Gpu) -> tuple[str, str]:
     """Return the command that starts the run, or why there is none."""
     if best.verdict == "no":
         return "", "nothing yet."
-    gpu = best.gpu.name if best.gpu in CATALOGUE else ""
-    device = "cpu" if best.gpu.name == CPU_DEVICE else "cuda"
+    run = replace(best.run, gpu=gpu.name if gpu in CATALOGUE else "")
     try:
-        return command_of_run(replace(best.run, gpu=gpu), device), ""
+        return command_of_run(run, "cpu" if gpu.name == CPU_DEVICE else "cuda"), ""
     except BadInputError as refused:
         return "", f"no run folder takes this: {refused}"
 
 
-def _table(tried: Sequence[Tried]) -> str:
+def _table(tried: Sequence[Tried], gpu: Gpu) -> str:
     rows = [
         [
             each.name,
             each.run.precision,
             each.verdict,
-            f"{each.memory.peak_gib:.1f} to {each.memory.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
+            f"{each.memory.peak_gib:.1f} to {each.memory.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
         for each in tried
@@ -148,12 +137,12 @@ def _table(tried: Sequence[Tried]) -> str:
     return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
 
 
-def _as_json(tried: Tried) -> dict[str, object]:
+def _as_json(tried: Tried, gpu: Gpu) -> dict[str, object]:
     device = {
         **{f"{part}_gib": gib for part, gib in tried.memory.parts_gib.items()},
         "peak_gib": tried.memory.peak_gib,
         "safe_gib": tried.memory.safe_gib,
-        "capacity_gib": tried.gpu.memory_gib,
+        "capacity_gib": gpu.memory_gib,
         "fits": tried.verdict == "yes",
     }
     return {
@@ -164,5 +153,5 @@ def _as_json(tried: Tried) -> dict[str, object]:
         "per_device": [{"device": number, **device} for number in range(tried.run.devices)],
         "max_batch_size": tried.max_batch_size,
         **dict.fromkeys(("step_time_s", "tokens_per_s", "tokens_per_s_best", "cost_usd_per_epoch")),
-        "why": f"by dry run: {tried.memory.peak_gib:.1f} of {tried.gpu.memory_gib:.1f} GiB",
+        "why": f"by dry run: {tried.memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB",
     }

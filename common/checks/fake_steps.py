@@ -28,8 +28,7 @@ from common.models.loading import ATTENTION, model_class, weight_dtype
 from common.models.stages import cut
 from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import device_map_of
-from common.planning.job import BatchShape
-from common.planning.plans import architecture_of_run
+from common.planning.job import BatchShape, architecture_of_run
 from common.planning.shares import Share
 from common.runtime.memory_tracker import HANDING_ON, MemoryTracker, Timeline, Watch, like_cuda, mark, watch_gradients
 from common.runtime.world import Rank

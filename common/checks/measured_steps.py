@@ -27,8 +27,8 @@ from common.models.freeing import free_model
 from common.models.loading import load_tokenizer, longest_readable
 from common.models.merging import reloaded_difference
 from common.models.placement import Placement
+from common.planning.job import evaluation_of_run
 from common.planning.plans import Plan
-from common.planning.run_jobs import evaluation_of_run
 from common.runtime.rank import rank_started
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank

@@ -1,387 +1,50 @@
-"""Plan a training: memory, time and cost of every technique and parallelism, before a GPU is rented.
-
-    python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
-    python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
-    python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
-
-Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
-Exit code 0: it fits; 1: it does not; 2: the question is wrong.
-"""
+"""The planner's answer to its options: a table and a recommendation, or JSON."""
 
 import json
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError, begin_of
-from common.base.parsing import SettingsParser
-from common.base.run_config import LARGEST, RunConfig, names_in, not_meant_for
-from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.base.settings import MOST_EVALUATED_AT_ONCE
+from common.base.specs import TECHNIQUES
+from common.checks.planner_options import (
+    PlannerOptions,
+    cluster_of,
+    evaluation_of,
+    job_of,
+    read_options,
+    techniques_asked,
+)
 from common.checks.run_command import last_lines, run_command
-from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
-from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture, usual_tiles
+from common.hardware.devices import Gpu
+from common.planning.architectures import UnknownArchitectureError, read_architecture, usual_tiles
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
-from common.planning.job import (
-    OPTIMIZER_BYTES,
-    WHY_NOT_QUANTIZED_FULL,
-    BatchShape,
-    EvaluationShape,
-    Job,
-    Precision,
-    Quantization,
-)
+from common.planning.job import Job
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
-from common.planning.plans import (
-    DEFAULT_ROWS_PER_EPOCH,
-    SORTED_BY,
-    Plan,
-    as_json,
-    explanation,
-    make_plan,
-    ranked_plans,
-    recommendation,
-    table,
-    usual_precision,
-)
+from common.planning.plan_texts import explanation, recommendation, table, why
+from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.time_plan import (
-    MEASURED,
-    Cluster,
-    calibration_from,
-    fast_enough_from_gbit,
-    parse_link,
-)
+from common.planning.ranking import SORTED_BY, ranked_plans, usual_precision
+from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
-
-def shared(name: str, default: object, doc: str = "", **for_argparse: object) -> object:
-    """Return an option that is a run's setting: its names and its help, with the planner's own default."""
-    of_run = {each.name: each.metadata for each in fields(RunConfig)}[name]
-    return field(default=default, metadata={**of_run, "help": doc or of_run["help"], **for_argparse})
-
-
-@dataclass(frozen=True)
-class PlannerOptions:
-    """The question to the planner; a run's settings have the names and the meaning that they have for a run."""
-
-    model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
-    model_revision: str = shared("model_revision", "")
-    task: str | None = shared(
-        "task", None, "Without it: by --classes, --target-len and --tiles; preferences takes pairs of answers."
-    )
-    technique: str | None = shared("technique", None, "Without it, all are ranked.")
-    parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
-    gpu: str | None = setting(
-        None, "Once for all GPUs, or once for each, in their order; without it, this machine's.", action="append"
-    )
-    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", ("--devices",))
-    nodes: int = setting(1, "Machines.")
-    gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
-    gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
-    link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
-    per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row.", ("--seq-len", "--seq_len"))
-    max_target_length: int | None = setting(
-        None,
-        "With encoder-decoders: tokens per summary; without it, as many as per row.",
-        ("--target-len", "--target_len"),
-    )
-    tiles: int | None = setting(
-        None,
-        "With models that see: squares of pixels that a row's picture is cut into; without it, as many as the model's "
-        "processor makes of a square picture.",
-    )
-    freeze_vision_tower: bool = shared("freeze_vision_tower", True)
-    classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
-    lora_r: int = shared("lora_r", 8)
-    target_modules: str | None = shared(
-        "target_modules",
-        None,
-        "Linear layers that get adapters or, with full, are trained, such as q_proj,v_proj (of BERT query,value), or "
-        "all-linear; without it: all-linear, with full every weight.",
-    )
-    lora_dropout: float = shared("lora_dropout", 0.0)
-    precision: Precision | None = shared(
-        "precision",
-        None,
-        "Without it: bf16 for adapters and bf16-mixed for full fine-tuning; fp16-mixed where the GPU lacks bf16.",
-    )
-    quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
-    optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
-    attention: Literal["eager", "sdpa", "flash"] = shared(
-        "attention", "sdpa", "Attention implementation; flash = the package flash-attn."
-    )
-    use_liger_kernel: bool = shared("use_liger_kernel", False, "Plan with Liger's fused kernels.")
-    torch_compile: bool = shared("torch_compile", False, "Plan with layers compiled by torch.compile.")
-    gradient_checkpointing: bool | None = shared(
-        "gradient_checkpointing",
-        None,
-        "Without it and --no-gradient-checkpointing: where it does not fit otherwise.",
-        nargs="?",
-        const=True,
-    )
-    micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
-    dp_replicate_size: int | None = shared(
-        "dp_replicate_size",
-        None,
-        "With --parallel fsdp: copies of the model, each sharded by equally many GPUs (hybrid sharding); without it, "
-        "one copy is planned, and on several machines also one on each.",
-    )
-    offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
-    rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
-    usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
-    explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
-    json: bool = setting(False, "Print JSON.")
-
-    def __post_init__(self) -> None:
-        """Check what a number or a technique alone can tell.
-
-        Raises:
-            BadInputError: a number is too low, or an option means nothing for the technique.
-        """
-        for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
-                     "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
-                     "usd_per_hour"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= LARGEST:  # also of nan
-                raise BadInputError(
-                    f"{short_option(self, name)} is {begin_of(value, 40)}, but must be above 0 and at most {LARGEST:,}."
-                )
-        if self.classes < 0 or self.classes == 1:
-            raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
-        if self.dp_replicate_size and self.parallel and not PARALLELISMS[self.parallel].uses_fsdp:
-            raise BadInputError(f"--dp-replicate-size is for --parallel fsdp, not {self.parallel}: leave it out.")
-        idle = not_meant_for(RunConfig(technique=self.technique)) if self.technique else {}
-        for name in ("lora_r", "lora_dropout"):
-            if name in idle and getattr(self, name) != getattr(type(self), name):
-                raise BadInputError(f"{short_option(self, name)} is for {idle[name]}: leave it out.")
+PIPELINES = (
+    "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe where "
+    "there are fewer micro-batches than stages"
+)
 
 
-def short_option(options: PlannerOptions, name: str) -> str:
-    """Return the shortest spelling of an option on the command line."""
-    aliases = next(each for each in fields(options) if each.name == name).metadata["aliases"]
-    return min((f"--{name}", *aliases), key=len).replace("_", "-")
-
-
-def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
-    """Return the question that the command line asks.
-
-    Raises:
-        SystemExit: an option is unknown, or a value of the wrong kind.
-        BadInputError: see `PlannerOptions`.
-    """
-    parser = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=__doc__)
-    options = PlannerOptions(**parser.settings(arguments))
-    if not options.model:
-        parser.error("the following arguments are required: --model")
-    return options
-
-
-def cluster_of(options: PlannerOptions) -> Cluster:
-    """Return the GPUs that the command line names.
-
-    Raises:
-        BadInputError: a GPU is unknown, or their number does not fit their names.
-    """
-    by_hand = ["this GPU"] if options.gpu_memory_gib else []
-    chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
-    count = options.gpus or len(chosen)
-    if len(chosen) not in (1, count):
-        raise BadInputError(
-            f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each of them in order."
-        )
-    chosen = chosen * count if len(chosen) == 1 else chosen
-    per_node = count // options.nodes
-    if options.link == "nvlink" and chosen[0].nvlink_bridge and per_node > 2:
-        raise BadInputError(f"An NVLink bridge joins two {chosen[0].name}, not {per_node}: pass --link pcie.")
-    link = parse_link(options.link, chosen[0]) if options.link else None
-    return Cluster(tuple(chosen), options.nodes, link, options.usd_per_hour)
-
-
-def _one_gpu(name: str, options: PlannerOptions) -> Gpu:
-    if options.gpu_memory_gib:
-        if options.gpu_tflops is None:
-            raise BadInputError(
-                f"--gpu-memory-gib describes {name}, so pass its --gpu-tflops, too (dense, of its data sheet)."
-            )
-        rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), options.gpu_tflops)
-        return Gpu(name, options.gpu_memory_gib, 0, rates, 1000, 4, "by hand")
-    if name.lower() == "cpu":
-        return cpu_device()
-    try:
-        return find_gpu(name)
-    except BadInputError as unknown:
-        raise BadInputError(
-            f"{unknown} Or describe it: --gpu {name!r} --gpu-memory-gib 24 --gpu-tflops 70 (dense, in your precision)."
-        ) from None
-
-
-def _gpus_here() -> list[Gpu]:
-    names = gpus()[1]
-    found = [gpu_of_device(name) for name in names]
-    if not names or None in found:
-        raise BadInputError(
-            f"No --gpu is named, and of this machine's GPUs ({', '.join(names) or 'none'}) not all are known: pass "
-            "--gpu a6000."
-        )
-    return found
-
-
-def job_of(options: PlannerOptions) -> Job:
-    """Return the job that the command line describes, as on one GPU; `ranked_plans` fills in technique and parallel."""
-    method = TECHNIQUES.get(options.technique)
-    if options.quantization and method and not method.has_adapters:
-        raise BadInputError(WHY_NOT_QUANTIZED_FULL)
-    if options.quantization and method and not method.quantizes:
-        raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
-    return Job(
-        technique="lora",
-        parallel="single",
-        batch=BatchShape(
-            options.per_device_train_batch_size,
-            options.max_length,
-            labelled=1 if options.classes else options.max_target_length or options.max_length,
-            classes=options.classes,
-            target_length=options.max_target_length or 0,
-            tiles=options.tiles or 0,
-            task=task_of(options).name,
-        ),
-        precision=options.precision or "bf16",
-        quantization=options.quantization or "nf4",
-        optimizer=options.optim,
-        attention=options.attention,
-        kernels="fused" if options.use_liger_kernel else "compiled" if options.torch_compile else "plain",
-        lora_rank=options.lora_r,
-        target_modules=names_in(options.target_modules) if options.target_modules else (),
-        lora_dropout=options.lora_dropout,
-        offload=options.offload == "cpu",
-        trains_tower=not options.freeze_vision_tower,
-        cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
-    )
-
-
-def task_of(options: PlannerOptions) -> Task:
-    """Return the task that a question names, or else the one that has such rows.
-
-    Raises:
-        BadInputError: the options are of different tasks.
-    """
-    asked = bool(options.classes), bool(options.max_target_length and not options.classes), bool(options.tiles)
-    found = [task for task in TASKS.values() if (task.classifies, task.summarizes, task.sees) == asked]
-    named = [task for task in found if options.task in (None, task.name)]
-    if not named:
-        raise BadInputError(
-            f"--task is {options.task}, but --classes is {options.classes}, --target-len {options.max_target_length} "
-            f"and --tiles {options.tiles}: pass --classes with classification alone, --target-len with summarization, "
-            "--tiles with visual_questions, and none of them with chat and preferences."
-        )
-    return named[0]
-
-
-def evaluation_of(options: PlannerOptions, architecture: Architecture) -> EvaluationShape:
-    """Return what the phases beside training work on: rows as long as those to train on, and a run's defaults."""
-    summarizes = len(architecture.stacks) > 1
-    target_length = options.max_target_length or options.max_length
-    is_judged = task_of(options).is_judged and not summarizes
-    return EvaluationShape(
-        rows=MOST_EVALUATED_AT_ONCE,
-        length=options.max_length,
-        labelled=1 if options.classes else target_length,
-        prompt_length=options.max_length,
-        new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
-        beams=RunConfig.num_beams if summarizes else 1,
-        judged=is_judged,
-        has_independent_judge=is_judged,
-    )
-
-
-def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
-    best = plans[0]
-    job, link = best.job, best.cluster.slowest_link
-    learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
-    learnt = "with two answers each" if job.batch.goal.compares else learnt
-    summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
-    tower_tokens = best.architecture.tower.tokens if best.architecture.tower else 0
-    pictures = f", of which a picture in {job.batch.tiles} squares takes {job.batch.tiles * tower_tokens:,}"
-    speeds = zip(dict.fromkeys(best.cluster.gpus), best.speed_sources, strict=True)
-    said = [
-        f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
-        f"{job.optimizer}, {job.attention} attention, "
-        f"{job.kernels} kernels"
-        + (f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""),
-        *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
-        *(f"{gpu.name}: {evidence(gpu)}" for gpu, source in speeds if MEASURED not in source),
-        f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
-        f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
-        "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
-        "batches are copied from pinned memory while the GPU computes",
-        f"an epoch is {options.rows_per_epoch:,} rows; loading reads each weight once per machine, at {DISK_GB_PER_S} "
-        f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
-        f"validated, and answered before and after training: as many rows at once as need no more than training, at "
-        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
-    ]
-    if len(best.devices) > 1:
-        yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
-        said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}")
-    if any(plan.job.parallelism.pipelines for plan in plans):
-        said.append(
-            "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe "
-            "where there are fewer micro-batches than stages"
-        )
-    for name, plan in {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}.items():
-        copies, near = plan.job.dp_replicate_size, plan.cluster.link_among(plan.job.shard_ranks)
-        said.append(
-            f"{name}: hybrid sharding, {copies} copies of the model, each sharded by {plan.job.shard_ranks} GPUs and "
-            f"gathered by {near.name}"
-        )
-    for gpu in dict.fromkeys(best.cluster.gpus):
-        if options.usd_per_hour:
-            said.append(f"{gpu.name}: {options.usd_per_hour} USD per hour, as given")
-        elif gpu.usd_per_hour:
-            said.append(f"{gpu.name}: {gpu.usd_per_hour} USD per hour, read {gpu.price_date} ({gpu.price_source})")
-    return said
-
-
-def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
-    """Return the technique that is named, else all that suit task and parallelism; quantization needs qlora."""
-    if options.technique:
-        return (options.technique,)
-    takes_4_bits = options.parallel is None or PARALLELISMS[options.parallel].takes_4_bits
-    is_chat = not (options.classes or options.tiles or task_of(options).compares)
-    if not (is_chat and takes_4_bits) and not options.quantization:
-        return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
-    return tuple(TECHNIQUES)
-
-
-def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
-    """Return the run that a dry run is to take in the place of the closed form."""
-    has_adapters, devices = TECHNIQUES[technique].has_adapters, len(cluster.gpus)
-    lengths = {"max_length": job.batch.length}
-    if job.batch.target_length:
-        lengths["max_target_length"] = job.batch.target_length
-    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
-    return RunConfig(
-        technique=technique,
-        task=job.batch.task,
-        parallel=options.parallel or ("ddp" if devices > 1 else "single"),
-        devices=devices,
-        model=options.model,
-        model_revision=options.model_revision,
-        weights="random",
-        precision=options.precision or usual_precision(technique, cluster),
-        optim=job.optimizer,
-        attention=job.attention if job.attention != "flash" else "sdpa",
-        gradient_checkpointing=bool(options.gradient_checkpointing),
-        per_device_train_batch_size=job.batch.rows,
-        target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
-        **adapters,
-        **lengths,
-    )
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
+    sys.exit(answer(read_options()))
 
 
 def answer(options: PlannerOptions) -> int:
@@ -394,7 +57,7 @@ def answer(options: PlannerOptions) -> int:
 
         faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
         techniques = [options.technique] if options.technique else faked
-        runs = [run_of(options, job, cluster, technique) for technique in techniques]
+        runs = [_run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     if architecture.tower:
@@ -406,17 +69,17 @@ def answer(options: PlannerOptions) -> int:
         architecture,
         job,
         cluster,
+        calibration,
         techniques_asked(options),
         (options.parallel,) if options.parallel else None,
         options.gradient_checkpointing,
-        calibration,
         options.precision,
         options.micro_batches,
         options.dp_replicate_size,
     )
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    alone, figures_alone = one_machine_alone(shared, calibration) if shared else ("", {})
+    alone, figures_alone = _one_machine_alone(shared, calibration) if shared else ("", {})
 
     def command_of(plan: Plan) -> str:
         return run_command(plan, options.model, options.model_revision)
@@ -446,11 +109,8 @@ def answer(options: PlannerOptions) -> int:
     return 0 if plans[0].may_fit else 1
 
 
-def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[str, dict[str, object]]:
-    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone.
-
-    It works on its own rows with the same settings. Both are empty where the plan has one machine.
-    """
+def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
+    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone; empty with one."""
     cluster, job = plan.cluster, plan.job
     if cluster.nodes == 1:
         return "", {}
@@ -471,8 +131,130 @@ def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> tuple[
     return said, figures
 
 
-@refused_in_one_sentence()
-def main() -> None:
-    """Run the command line."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    sys.exit(answer(read_options()))
+def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
+    """Return the contract's JSON; numbers are in GiB (2^30 bytes), seconds and US dollars."""
+    return {
+        "model": model,
+        "figures": "projected",
+        "sorted_by": SORTED_BY,
+        "ranked": [
+            {
+                "technique": plan.job.technique,
+                "parallel": plan.job.parallel,
+                "dp_replicate_size": plan.job.dp_replicate_size,
+                "precision": plan.job.precision,
+                "gradient_checkpointing": plan.job.gradient_checkpointing,
+                "micro_batches": plan.job.micro_batches,
+                "per_device": [
+                    {
+                        "device": number,
+                        "gpu": gpu.name,
+                        "moment": memory.moment,
+                        "layers": sum(share.layers),
+                        **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+                        "allocated_gib": memory.allocated_gib,
+                        "peak_gib": memory.peak_gib,
+                        "safe_gib": memory.safe_gib,
+                        "phases_gib": {phase.name: phase.memory.peak_gib for phase in phases},
+                        "capacity_gib": gpu.memory_gib,
+                        "fits": all(phase.memory.safe_gib <= gpu.memory_gib for phase in phases),
+                    }
+                    for number, (memory, gpu, share, phases) in enumerate(
+                        zip(plan.devices, plan.cluster.gpus, plan.shares, plan.phases, strict=True)
+                    )
+                ],
+                "highest_phase": plan.highest.phase.name,
+                "training_peak_gib": plan.training_peak_gib,
+                "run_peak_gib": plan.run_peak.memory.peak_gib,
+                "rows_evaluated_at_once": plan.job.evaluation.rows if plan.job.evaluation else None,
+                "host_gib": plan.host_gib,
+                "host_phases_gib": plan.host_moments_gib,
+                "loading_time_s": plan.phase_times and plan.phase_times.loading_s,
+                "evaluation_time_s": plan.phase_times and plan.phase_times.answering_s,
+                "evaluated_questions": plan.phase_times and plan.phase_times.questions,
+                "max_batch_size": plan.max_batch_size,
+                "step_time_s": plan.time.total_s,
+                "tokens_per_s": plan.tokens_per_s,
+                "tokens_per_s_best": plan.tokens_per_s_best,
+                "epoch_time_s": plan.epoch_s(rows_per_epoch),
+                "cost_usd_per_epoch": plan.epoch_usd(rows_per_epoch),
+                "why": why(plan),
+            }
+            for plan in plans
+        ],
+        "recommendation": recommendation(plans),
+        "assumptions": list(assumptions),
+    }
+
+
+def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
+    best = plans[0]
+    job, batch, link, tower = best.job, best.job.batch, best.cluster.slowest_link, best.architecture.tower
+    learnt = f"with one of {batch.classes} labels each" if batch.classes else "learnt as a whole"
+    learnt = "with two answers each" if batch.goal.compares else learnt
+    summaries = f" with summaries of {batch.target_length:,}" if batch.target_length else ""
+    pictures = f", of which a picture in {batch.tiles} squares takes {batch.tiles * tower.tokens:,}" if tower else ""
+    rank = f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""
+    speeds = zip(dict.fromkeys(best.cluster.gpus), best.speed_sources, strict=True)
+    yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
+    hybrid = {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}
+    said = [
+        f"rows of {batch.length:,} tokens{summaries}{pictures}, {learnt}; {job.optimizer}, {job.attention} attention, "
+        f"{job.kernels} kernels{rank}",
+        *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
+        *(f"{gpu.name}: {evidence(gpu)}" for gpu, source in speeds if MEASURED not in source),
+        f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
+        f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
+        "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
+        "batches are copied from pinned memory while the GPU computes",
+        f"an epoch is {options.rows_per_epoch:,} rows; loading reads each weight once per machine, at {DISK_GB_PER_S} "
+        f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
+        f"validated, and answered before and after training: as many rows at once as need no more than training, at "
+        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
+        f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}"
+        if len(best.devices) > 1
+        else "",
+        PIPELINES if any(plan.job.parallelism.pipelines for plan in plans) else "",
+        *(
+            f"{name}: hybrid sharding, {plan.job.dp_replicate_size} copies of the model, each sharded by "
+            f"{plan.job.shard_ranks} GPUs and gathered by {plan.cluster.link_among(plan.job.shard_ranks).name}"
+            for name, plan in hybrid.items()
+        ),
+        *(_price(gpu, options.usd_per_hour) for gpu in dict.fromkeys(best.cluster.gpus)),
+    ]
+    return list(filter(None, said))
+
+
+def _price(gpu: Gpu, given: float | None) -> str:
+    if given:
+        return f"{gpu.name}: {given} USD per hour, as given"
+    source = f"read {gpu.price_date} ({gpu.price_source})"
+    return f"{gpu.name}: {gpu.usd_per_hour} USD per hour, {source}" if gpu.usd_per_hour else ""
+
+
+def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
+    """Return the run that a dry run takes in the place of the closed form."""
+    has_adapters, devices, target_length = (
+        TECHNIQUES[technique].has_adapters,
+        len(cluster.gpus),
+        job.batch.target_length,
+    )
+    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
+    return RunConfig(
+        technique=technique,
+        task=job.batch.task,
+        parallel=options.parallel or ("ddp" if devices > 1 else "single"),
+        devices=devices,
+        model=options.model,
+        model_revision=options.model_revision,
+        weights="random",
+        precision=options.precision or usual_precision(technique, cluster),
+        optim=job.optimizer,
+        attention=job.attention if job.attention != "flash" else "sdpa",
+        gradient_checkpointing=bool(options.gradient_checkpointing),
+        per_device_train_batch_size=job.batch.rows,
+        target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
+        max_length=job.batch.length,
+        **adapters,
+        **({"max_target_length": target_length} if target_length else {}),
+    )

@@ -37,7 +37,8 @@ from common.models.placement import Placement, evaluation_of_rows, place_stages,
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.memory_plan import DeviceMemory
-from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
+from common.planning.plan_texts import why
+from common.planning.plans import LARGEST_BATCH, Plan, plan_run
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.world import detect_launcher, is_main_process

@@ -31,17 +31,9 @@ from common.planning.device_maps import (
     shares_of_map,
 )
 from common.planning.host_memory import offloaded
-from common.planning.job import BatchShape, EvaluationShape, Job
-from common.planning.plans import (
-    Plan,
-    architecture_of_run,
-    job_of_run,
-    make_plan,
-    phase_that_is_too_large,
-    plan_run,
-    with_rows_for,
-)
-from common.planning.run_jobs import evaluation_of_run
+from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, evaluation_of_run, job_of_run
+from common.planning.plan_texts import phase_that_is_too_large
+from common.planning.plans import Plan, make_plan, plan_run, with_rows_for
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
 

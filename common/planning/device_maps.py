@@ -1,8 +1,8 @@
-"""Which device holds which layers: searched, even, or as a device map says. Pure: imports no torch, touches no device.
+"""Which device holds which layers: searched, even, or as a device map says.
 
-A *share* is what one device holds, in numbers: how many layers, and whether embeddings and head. A *device map* says
-the same in names, as Transformers takes it: `{"model.embed_tokens": 0, "model.layers.0": 0, ..., "lm_head": 1}`. Of the
-entries that begin a weight's name the longest decides; the empty one stands for all.
+A *share* is what one device holds, in numbers. A *device map* says the same in names, as Transformers takes it:
+`{"model.embed_tokens": 0, "model.layers.0": 0, ..., "lm_head": 1}`; the longest entry that begins a weight's name
+decides, and the empty one stands for all.
 """
 
 import difflib
@@ -30,10 +30,8 @@ Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
 # modules that a device map may name though they have no weights
 WEIGHTLESS_MODULES = {"rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn"}
-# the beginning of a weight's name that says its layer
-LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")
-# the search ends when the fullest device is at most so much fuller than the best placement's, as a share of it
-NEARLY_THE_BEST = 0.002
+LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")  # the beginning of a weight's name that says its layer
+NEARLY_THE_BEST = 0.002  # the search ends where no placement's fullest device is less full by this share
 
 
 def whole_model_on(device: str) -> dict[str, str]:
@@ -45,26 +43,18 @@ def whole_model_on(device: str) -> dict[str, str]:
 
 
 def balanced_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full."""
     return _least_full(architecture, job, gpus, _search)
 
 
 def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Give each device of a job with mp or pp equally many layers; where they do not divide, the first ones one more.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp equally many layers; the first ones one more where they do not divide."""
     return _least_full(architecture, job, gpus, _evenly)
 
 
 @lru_cache(maxsize=100)
 def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ...]:
-    """Give each of the ranks that hold a model together to answer questions contiguous layers, of about equal weights.
+    """Give each of the ranks that together answer questions contiguous layers, of about equal weights.
 
     Embeddings are on the first, the head is on the last; there are no more stages than layers.
     """
@@ -79,27 +69,20 @@ def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ..
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
-    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit.
-
-    Raises:
-        BadInputError: There are more stages than layers.
-    """
+    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit."""
     found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
-    return next((shares for shares in found if shares), None)
+    return next(filter(None, found), None)
 
 
 def _least_full(
-    architecture: Architecture,
-    job: Job,
-    gpus: Sequence[Gpu],
-    place: Callable[["_Fullness"], tuple[Share, ...]],
+    architecture: Architecture, job: Job, gpus: Sequence[Gpu], place: Callable[["_Fullness"], tuple[Share, ...]]
 ) -> tuple[Share, ...]:
     placed = {place(fullness): fullness for fullness in _fullness_by_ends(architecture, job, gpus)}
     return min(placed, key=lambda shares: placed[shares].highest(shares))
 
 
 def _fullness_by_ends(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """Return a `_Fullness` for each place that embeddings and head can have.
+    """Return one for each place that embeddings and head can have; refuse more stages than layers.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -122,7 +105,7 @@ class _Fullness:
     ends: Ends
 
     def share(self, stage: int, start: int, end: int) -> Share:
-        """Return the layers from `start` up to, not including, `end`, counted over all stacks."""
+        """Return the layers from `start` up to `end`, without it, counted over all stacks."""
         stacks, last_stage = self.architecture.stacks, len(self.gpus) - 1
         ends = accumulate(stack.layers for stack in stacks)
         layers = (
@@ -133,11 +116,9 @@ class _Fullness:
         return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))
 
     def of(self, share: Share, gpu: Gpu) -> float:
-        """Return safe memory over capacity."""
         return memory_with_overhead(self.architecture, self.job, share, gpu).safe_gib / gpu.memory_gib
 
     def highest(self, shares: Sequence[Share]) -> float:
-        """Return how full the fullest device is."""
         return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
 
 
@@ -150,8 +131,7 @@ def _evenly(fullness: _Fullness) -> tuple[Share, ...]:
 def _search(fullness: _Fullness) -> tuple[Share, ...]:
     """Return the placement that no other is clearly less full than.
 
-    Even shares are seldom far from it. So each round first asks for one just below the best found, which ends the
-    search where there is none, and then halves the interval.
+    Each round first asks for one just below the best found (even shares are seldom far from it), and then halves.
     """
     best, low = _evenly(fullness), 0.0
     while better := _fill(fullness, (1 - NEARLY_THE_BEST) * fullness.highest(best)):
@@ -184,13 +164,7 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
 
 
 def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: Sequence[Device]) -> dict[str, Device]:
-    """Return the device map that says `shares`, one for each of `devices`.
-
-    With an architecture made by `as_classifier` the head is a classifier's.
-
-    Raises:
-        BadInputError: The model has an encoder and a decoder.
-    """
+    """Return the device map that says `shares`, one for each of `devices`; refuse models with two stacks or a tower."""
     family = _family_of(architecture)
     numbers = iter(range(architecture.layers))
     device_map: dict[str, Device] = {}
@@ -208,11 +182,7 @@ def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: 
 
 
 def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], device_count: int) -> tuple[Share, ...]:
-    """Return what `device_map` gives to each device, as checked by `check_device_map`, with one micro-batch in flight.
-
-    Raises:
-        BadInputError: The model has an encoder and a decoder, a part of it has no device, or a device is unknown.
-    """
+    """Return what `device_map` gives to each device; refuse unknown devices, and parts of the model without one."""
     family = _family_of(architecture)
     indices = _indices(device_map, device_count)
 
@@ -235,11 +205,6 @@ def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], 
 
 
 def _family_of(architecture: Architecture) -> Family:
-    """Return the names of the model's modules.
-
-    Raises:
-        BadInputError: It has an encoder and a decoder, or a vision tower.
-    """
     if architecture.tower:
         raise BadInputError(f"{architecture.name} has a vision tower: such models are not divided among devices.")
     if len(architecture.stacks) > 1:
@@ -253,11 +218,7 @@ def _family_of(architecture: Architecture) -> Family:
 
 
 def read_device_map(path: str | Path) -> dict[str, Device]:
-    """Read a device map from a JSON file: one object of module names and devices.
-
-    Raises:
-        BadInputError: There is no such file, or it holds something else.
-    """
+    """Read a device map from a JSON file, one object of module names and devices; refuse anything else."""
     file = find_here(path, os.path.isfile)
     example = '{"model.layers.0": 0, "model.layers.1": 1}'
     if file is None:
@@ -281,22 +242,16 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
 
 
 class _Pairs(list):
-    """A JSON object with all its keys, repeated ones too."""
+    """A JSON object with all its keys, repeated ones, too."""
 
 
 def check_device_map(
-    device_map: Mapping[str, Device],
-    weight_names: Sequence[str],
-    tied: Sequence[tuple[str, str]],
-    device_count: int,
+    device_map: Mapping[str, Device], weight_names: Sequence[str], tied: Sequence[tuple[str, str]], device_count: int
 ) -> None:
     """Refuse a device map that does not fit the model with these weights, or the devices.
 
-    `tied` has pairs of names of one and the same weight.
-
-    Raises:
-        BadInputError: A weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer
-            or tied weights are torn apart.
+    A weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer, or `tied` weights
+    (pairs of names of one and the same), are torn apart.
     """
     indices = _indices(device_map, device_count)
     names = list(dict.fromkeys([*weight_names, *(name for pair in tied for name in pair)]))
@@ -345,11 +300,7 @@ def _check_layers(device_of: Mapping[str, int | None], device_count: int) -> Non
 
 
 def _indices(device_map: Mapping[str, Device], device_count: int) -> dict[str, int]:
-    """Return each entry's device by its number, from 0; a map that names nothing but the CPU has one device.
-
-    Raises:
-        BadInputError: A device is none of the `device_count`.
-    """
+    """Return each entry's device by its number, from 0; a map that names nothing but the CPU has one device."""
     if set(device_map.values()) == {"cpu"}:
         return dict.fromkeys(device_map, 0)
     indices = {}

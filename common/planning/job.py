@@ -1,11 +1,12 @@
-"""What is to be planned: the batch of a step, and the job that trains on it."""
+"""What is to be planned: the batch of a step, the job that trains on it, and what a run asks of both."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
 from common.base.specs import TASKS, HasSpecs, Task
-from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.architectures import Architecture, Linear, Stack, read_architecture, usual_tiles
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
 Quantization = Literal["nf4", "nf4-double"]
@@ -22,15 +23,14 @@ OPTIMIZER_BYTES = {
     "sgd": 0,
 }
 LOGITS_AT_ONCE = 2**25
-"""Where a decoder's loss is computed in chunks of tokens: logits of a chunk, at most (128 MiB in fp32)."""
-# target modules: every linear layer but the head
-ALL_LINEAR = ("all-linear",)
+"""Of a decoder's loss that is computed in chunks of tokens: logits of a chunk, at most (128 MiB in fp32)."""
+ALL_LINEAR = ("all-linear",)  # every linear layer but the head
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
 QUANTIZED_BYTES = {
     "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
     "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
 }
-# of these, the numbers themselves: the rest are their blocks' scales
+# of these the numbers alone, without their blocks' scales
 QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8}
 # of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean
 LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4}
@@ -49,12 +49,10 @@ class BatchShape:
         length: Tokens of a row; of rows that lie end to end the mean.
         labelled: Positions at which some row has a token to be learnt: logits are computed for these.
         padded: Rows differ in length, so that attention needs a mask.
-        classes: With classification: labels that a row may have; 0 = tokens are to be predicted.
-        target_length: With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of
-            the row.
-        tiles: With pictures: squares that a row's picture is cut into, the whole one included, each of which the
-            vision tower reads; their tokens are among those of `length`.
-        task: What a run with such rows learns, by its name in `TASKS`.
+        classes: Labels of a classifier; 0 = tokens are to be predicted.
+        target_length: With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as of the row.
+        tiles: Squares that a row's picture is cut into, the whole one included; their tokens are part of `length`.
+        task: By its name in `TASKS`.
     """
 
     rows: int
@@ -78,7 +76,7 @@ class BatchShape:
 
     @property
     def tokens(self) -> int:
-        """Of all rows, padding included; of an encoder-decoder's those that the encoder reads."""
+        """Of all rows, padding included; of an encoder-decoder those of the encoder."""
         return self.sequences * self.length
 
     def padded_to(self, multiple: int) -> "BatchShape":
@@ -87,8 +85,9 @@ class BatchShape:
             return self
         length, target = (-(-tokens // multiple) * multiple for tokens in (self.length, self.target_length))
         labelled = target or self.labelled  # of messages the padding has no label
-        padded = self.padded or length > self.length
-        return replace(self, length=length, labelled=labelled, padded=padded, target_length=target)
+        return replace(
+            self, length=length, labelled=labelled, padded=self.padded or length > self.length, target_length=target
+        )
 
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""
@@ -114,16 +113,15 @@ class EvaluationShape:
 
     Attributes:
         rows: Of a batch, for each rank that takes part: ranks that share a model that answers take theirs together.
-        validation_rows: Of all ranks; 0 = no fewer than a batch has.
-        test_rows: The same of the test.
         length: Tokens of a validation row.
-        compared_length: Tokens of the longest of the rows whose logits are compared after saving; 0 = `length`.
-        labelled: Tokens of a validation row that have labels.
-        prompt_length: Tokens that an answer follows, or that a label or a summary is found for.
+        labelled: Of these, those with labels.
+        prompt_length: Tokens that an answer, a label or a summary is found for.
         new_tokens: Tokens that are generated at most; 0 = none.
-        beams: With summarization.
         judged: The base compares the answers with the references, which are as long as the labels.
         has_independent_judge: So does a sentence encoder.
+        validation_rows: Of all ranks; 0 = no fewer than a batch has.
+        test_rows: The same of the test.
+        compared_length: Tokens of the longest row whose logits are compared after saving; 0 = `length`.
     """
 
     rows: int
@@ -151,19 +149,17 @@ class EvaluationShape:
 
 @dataclass(frozen=True)
 class Loop:
-    """How a training loop computes; by default as this repository's does. Published peaks are of other loops, too.
+    """How a training loop computes: by default as this repository's; published peaks are of other loops, too.
 
     Attributes:
-        logit_bytes: Bytes per logit at the highest moment of a loss that has a decoder's logits all at once (16 bits,
-            fp32, shifted copies, log-probabilities, gradients, as the loop's libraries hold them); 0: they come in
-            chunks of tokens.
-        autocasts: Under autocast, as Transformers' Trainer computes with `bf16` or `fp16`; else adapters compute in
-            their own format.
+        logit_bytes: Bytes per logit at the highest moment of a loss that has all of a decoder's logits at once; 0 =
+            they come in chunks of tokens.
+        autocasts: As Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format.
         short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
-        casts_adapter_inputs: Each adapter's input is cast to the adapter's fp32, as PEFT does it, and by autocast back.
-        short_ends: Embeddings, norms and head of a quantized base keep the dtype in which they are loaded; PEFT's
+        casts_adapter_inputs: To the adapter's fp32, as PEFT does, and by autocast back.
+        short_ends: Embeddings, norms and head of a quantized base keep their dtype; PEFT's
             `prepare_model_for_kbit_training` makes them fp32.
-        first_fsdp: FSDP of the first version (`FullyShardedDataParallel`), with reentrant checkpointing.
+        first_fsdp: `FullyShardedDataParallel`, with reentrant checkpointing.
     """
 
     logit_bytes: int = 0
@@ -179,27 +175,22 @@ class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
     Attributes:
-        technique: By its name in `TECHNIQUES`.
-        parallel: By its name in `PARALLELISMS`.
+        technique, parallel: By their names in `TECHNIQUES` and `PARALLELISMS`.
         batch: Of one data-parallel rank and step, before accumulation.
         dp_replicate_size: With fsdp: copies of the model, each sharded by an equal group of the devices.
-        quantization: Of the frozen weights, with qlora.
-        target_modules: Names of the linear layers that get adapters or, with full, are trained; empty = all but the
-            head, or with full every weight of the model.
-        kernels: What computes besides the matrix products: PyTorch's kernels, hand-written ones, or torch.compile's.
-        micro_batches: With pp: parts that the batch is cut into.
-        schedule: With pp: the order of the micro-batches' passes.
-        loop: How the step computes.
+        kernels: PyTorch's own, hand-written ones, or torch.compile's.
+        target_modules: Linear layers that get adapters or, with full, are trained; empty = all but the head, or with
+            full every weight.
         offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
-        cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
-            scores. Of pairs of answers the head reads all positions, and works beside its tile.
+        cpu_operations: As PyTorch computes on a CPU: dropout's masks are numbers, attention with dropout keeps its
+            scores, and of pairs of answers the head reads all positions, and works beside its tile.
         evaluation: What the phases beside training work on; None: training alone is planned.
-        trains_tower: The vision tower of a model that sees is trained in full, with its connector; else it is frozen.
+        trains_tower: A vision tower is trained in full, with its connector.
         sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
         draws_weights: They start at random, and come module by module; else each rank reads its part of files.
 
     Raises:
-        BadInputError: settings contradict each other.
+        BadInputError: Settings contradict each other.
     """
 
     technique: str
@@ -228,53 +219,13 @@ class Job(HasSpecs):
     draws_weights: bool = False
 
     def __post_init__(self) -> None:
-        rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
-        refusals = (
-            (
-                self.optimizer not in OPTIMIZER_BYTES,
-                f"The optimizer {self.optimizer!r} is not known to the planner: pass one of "
-                f"{', '.join(OPTIMIZER_BYTES)}.",
-            ),
-            (
-                parallelism.is_single and self.devices != 1,
-                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp.",
-            ),
-            (
-                not parallelism.is_single and self.devices < 2,
-                f"--parallel {parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2.",
-            ),
-            (
-                self.dp_replicate_size > 1 and not parallelism.uses_fsdp,
-                f"--dp-replicate-size is for --parallel fsdp, not {parallel}: leave it out.",
-            ),
-            (self.unshardable(), self.unshardable()),
-            (
-                not parallelism.pipelines and parts != 1,
-                f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
-            ),
-            (
-                rows % parts,
-                f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: "
-                f"pass --batch-size {-(-rows // parts) * parts}.",
-            ),
-            (
-                self.method.quantizes and not parallelism.takes_4_bits,
-                f"--technique {self.technique} with --parallel {parallel}: "
-                f"{parallelism.sharded_by or 'tensor parallelism'} does not divide weights in 4 bits: "
-                "pass --parallel fsdp or ddp, or --technique lora.",
-            ),
-            (
-                self.offload and (parallelism.splits_layers or parallelism.splits_matrices),
-                f"--offload with --parallel {parallel} is not planned: pass fsdp or zero3.",
-            ),
-        )
-        for refused, complaint in refusals:
-            if refused:
+        for is_broken, complaint in _contradictions(self):
+            if is_broken:
                 raise BadInputError(complaint)
 
     @property
     def reads_reference(self) -> bool:
-        """Whether each step also reads its rows with the adapters switched off, as the reference."""
+        """Whether each step also reads its rows with the adapters off, as the reference."""
         return self.batch.goal.compares and self.method.has_adapters
 
     @property
@@ -283,12 +234,8 @@ class Job(HasSpecs):
         return self.head_positions_of(self.batch.length, self.batch.labelled)
 
     def head_positions_of(self, length: int, labelled: int) -> int:
-        """Return the positions of a sequence that the head reads: those with labels, and of pairs on a CPU all.
-
-        (trl/trainer/utils.py: `compact`.)
-        """
-        reads_all = self.batch.goal.compares and self.cpu_operations
-        return length - 1 if reads_all else labelled
+        """Return the positions of a sequence that the head reads (of pairs on a CPU all: TRL's `compact`)."""
+        return length - 1 if self.batch.goal.compares and self.cpu_operations else labelled
 
     @property
     def has_buckets(self) -> bool:
@@ -302,13 +249,13 @@ class Job(HasSpecs):
 
     @property
     def is_mixed(self) -> bool:
-        """Arithmetic in a shorter format than fp32 weights; not LoRA in fp16, as only the adapters are updated."""
+        """Whether arithmetic is in a shorter format than fp32 weights; in LoRA's fp16 only adapters are updated."""
         freezes_16_bits = self.method.has_plain_adapters and self.precision == "fp16-mixed"
         return self.precision.endswith("-mixed") and not freezes_16_bits
 
     @property
     def autocasts(self) -> bool:
-        """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
+        """Whether autocast copies weights to the shorter format; sharded ones are gathered in it already."""
         return self.is_mixed and not self.parallelism.shards
 
     @property
@@ -318,10 +265,7 @@ class Job(HasSpecs):
 
     @property
     def whole_model_bytes(self) -> int:
-        """Bytes of a weight where the whole model answers beside training: without an optimizer it needs no fp32 ones.
-
-        (`common.models.answering.answering_run`; where a device trains the whole model, it answers as it is.)
-        """
+        """Bytes of a weight where the whole model answers beside training (`common.models.answering.answering_run`)."""
         return self.arithmetic_bytes if self.parallelism.answers_as_computed else self.weight_bytes
 
     @property
@@ -332,14 +276,13 @@ class Job(HasSpecs):
 
     @property
     def end_bytes(self) -> int:
-        """Bytes of a weight of a quantized base that is not quantized: of embeddings, norms and head."""
+        """Bytes of a weight of a quantized base's embeddings, norms and head, which are not quantized."""
         return self.weight_bytes if self.loop.short_ends else 4
 
     def in_flight(self, stage: int) -> int:
         """Return the micro-batches of which a stage, counted from 0, holds activations at once; 1 without a pipeline.
 
-        GPipe starts no backward pass before the last forward pass; 1F1B starts as soon as the last stage sends the
-        first one back.
+        GPipe starts no backward pass before the last forward pass; 1F1B as soon as the last stage sends one back.
         """
         waiting = self.devices - stage if self.schedule == "1f1b" else self.micro_batches
         return min(self.micro_batches, waiting)
@@ -347,9 +290,8 @@ class Job(HasSpecs):
     def keeps_first_gradients(self, rank: int) -> bool:
         """Return whether a rank has a buffer for its part of the gradients as soon as the backward pass begins.
 
-        The last ranks keep the part of the last layers, whose gradients come first. The first half of the ranks have
-        theirs when half of the activations are gone, which outweighs it. (Of ZeRO's stage 2 alone:
-        deepspeed/runtime/zero/stage_1_and_2.py, `grads_in_partition`.)
+        ZeRO's stage 2 (deepspeed/runtime/zero/stage_1_and_2.py, `grads_in_partition`): the last ranks keep the part of
+        the last layers, whose gradients come first; the first half have theirs when half of the activations are gone.
         """
         sharing = self.parallelism
         is_stage_2 = sharing.uses_deepspeed and sharing.shards_gradients and not sharing.shards_weights
@@ -359,11 +301,6 @@ class Job(HasSpecs):
         """Return whether this projection gets an adapter."""
         return self.method.has_adapters and self._is_target(linear)
 
-    @property
-    def trains_all(self) -> bool:
-        """Every weight is trained: embeddings, norms and head, too."""
-        return not self.method.has_adapters and not self.target_modules
-
     def trains(self, linear: Linear) -> bool:
         """Return whether this projection's own weights are trained."""
         return not self.method.has_adapters and self._is_target(linear)
@@ -371,12 +308,13 @@ class Job(HasSpecs):
     def _is_target(self, linear: Linear) -> bool:
         return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
 
-    def check_targets(self, architecture: Architecture) -> None:
-        """Refuse names that the model does not have.
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight is trained: embeddings, norms and head, too."""
+        return not self.method.has_adapters and not self.target_modules
 
-        Raises:
-            BadInputError: with the names that it has.
-        """
+    def check_targets(self, architecture: Architecture) -> None:
+        """Refuse target modules that the model does not have, with the names that it has."""
         names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
@@ -384,3 +322,106 @@ class Job(HasSpecs):
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
                     f"{','.join(names)}."
                 )
+
+
+def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
+    sharing, devices, rows, parts = job.parallelism, job.devices, job.batch.rows, job.micro_batches
+    named, library = f"--parallel {job.parallel}", sharing.sharded_by or "tensor parallelism"
+    optimizers, even_rows = ", ".join(OPTIMIZER_BYTES), -(-rows // parts) * parts
+    return (
+        (
+            job.optimizer not in OPTIMIZER_BYTES,
+            f"The optimizer {job.optimizer!r} is not known to the planner: pass one of {optimizers}.",
+        ),
+        (
+            sharing.is_single and devices != 1,
+            f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp.",
+        ),
+        (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
+        (job.unshardable(), job.unshardable()),
+        (
+            not sharing.pipelines and parts != 1,
+            f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
+        ),
+        (
+            rows % parts,
+            f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: pass --batch-size {even_rows}.",
+        ),
+        (
+            job.method.quantizes and not sharing.takes_4_bits,
+            f"--technique {job.technique} with {named}: {library} does not divide weights in 4 bits: pass --parallel "
+            "fsdp or ddp, or --technique lora.",
+        ),
+        (
+            job.offload and (sharing.splits_layers or sharing.splits_matrices),
+            f"--offload with {named} is not planned: pass fsdp or zero3.",
+        ),
+    )
+
+
+# -- of a run
+
+
+def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
+    """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
+    return EvaluationShape(
+        rows=run.rows_evaluated_at_once,
+        length=batch.length,
+        labelled=batch.target_length or batch.labelled,
+        prompt_length=batch.length,
+        new_tokens=0 if run.goal.classifies else run.max_new_tokens,
+        beams=run.num_beams if run.goal.summarizes else 1,
+        judged=run.goal.is_judged,
+        has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
+        validation_rows=max(0, run.validation_rows),
+        test_rows=max(0, run.test_rows),
+    )
+
+
+def with_tiles(run: RunConfig, batch: BatchShape) -> BatchShape:
+    """Return the batch with as many squares as a picture becomes, where a run sees; with random weights it is one."""
+    if not run.goal.sees or batch.tiles:
+        return batch
+    return replace(batch, tiles=1 if run.weights == "random" else usual_tiles(run.model, run.model_revision))
+
+
+def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None) -> Job:
+    """Return the job of a run; on one device, which holds all stages or rows, as if it were not divided.
+
+    A batch is filled up until the micro-batches divide it (`PipelineParallel.fill`). `evaluation`: what the other
+    phases work on; None: rows like those of the batch.
+    """
+    batch = with_tiles(run, batch)
+    filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
+    targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}
+    return Job(
+        technique=run.technique,
+        parallel="single" if run.devices == 1 else run.parallel,
+        batch=replace(batch.padded_to(run.pad_to_multiple_of), rows=filled_up),
+        devices=run.devices,
+        dp_replicate_size=run.dp_replicate_size,
+        precision=run.precision,
+        quantization=run.quantization,
+        optimizer=run.optim,
+        attention="flash" if run.attention == "flash3" else run.attention,
+        gradient_checkpointing=run.gradient_checkpointing,
+        kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
+        lora_rank=run.lora_r,
+        target_modules=targets.get(run.target_modules, run.target_names),
+        # TRL's trainer switches dropout off: policy and reference are to differ by what was learnt alone
+        lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.compares else 0.0,
+        micro_batches=run.micro_batches,
+        schedule=run.schedule,
+        accumulation_steps=run.gradient_accumulation_steps,
+        offload=run.offload == "cpu",
+        cpu_operations=run.device == "cpu",
+        evaluation=evaluation or evaluation_of_run(run, batch),
+        trains_tower=run.goal.sees and not run.freeze_vision_tower,
+        sums_gradients_after=run.loop == "machines" and run.gradient_exchange == "after",
+        draws_weights=run.weights == "random",
+    )
+
+
+def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
+    """Return the run's model as `job_of_run` trains it; refuse those of unknown shape, and decoders for labels."""
+    return read_architecture(run.model, run.model_revision, batch.classes)

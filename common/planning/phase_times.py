@@ -1,4 +1,4 @@
-"""How long loading a model and answering the test's questions take, in closed form; all of it is projected.
+"""How long loading a model and answering the test's questions take, projected.
 
 Answering is `generate`'s greedy search: a batch's prompts are read in one pass, then each new token reads all weights
 and all keys and values so far. Where ranks hold a model in stages, these follow one another.
@@ -12,25 +12,17 @@ from common.planning.job import QUANTIZED_BYTES, EvaluationShape, Job
 from common.planning.shares import quantized_weights, stages_of, whole_model
 from common.planning.step_speed import BANDWIDTH_REACHED, KERNEL_SETS, LAUNCH_S, products_per_s, step_flops
 
-DISK_GB_PER_S = 2.0
-"""Assumed: a machine's disk, from which each weight is read once (local NVMe drives reach 2 to 7)."""
-FILE_BYTES = 2
-"""Of a weight in the files that are read."""
-HAND_OVER_S = 100e-6
-"""Assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits."""
-ASSUMED_QUESTIONS = 100
-"""Of the test, where a plan is of no run."""
+DISK_GB_PER_S = 2.0  # assumed: each weight is read once (local NVMe drives reach 2 to 7)
+FILE_BYTES = 2  # of a weight in the files that are read
+HAND_OVER_S = (
+    100e-6  # assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits
+)
+ASSUMED_QUESTIONS = 100  # of the test, where a plan is of no run
 
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds beside training.
-
-    Attributes:
-        loading_s: Of the model, once.
-        questions: Of the test, over all ranks.
-        answering_s: Of all of them, and of judging the answers.
-    """
+    """Seconds beside training: of loading once, and of answering and judging the test's questions on all ranks."""
 
     loading_s: float
     questions: int
@@ -46,11 +38,7 @@ class PhaseTimes:
 
 
 def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | None:
-    """Return how long loading and an evaluation take with the job's rows at once; None on a CPU, or without evaluation.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return how long loading and an evaluation take; None on a CPU, or without evaluation."""
     shape = job.evaluation
     if shape is None or gpu.name == CPU_DEVICE:
         return None

@@ -1,13 +1,23 @@
-"""Searches for the number at which an answer changes."""
+"""Searches for the number at which an answer changes; and what is asked once of things that are alike."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+Item, Answer = TypeVar("Item", bound=Hashable), TypeVar("Answer")
+
+
+def once_for_each(ask: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
+    """Return the answer for each of the items; of equal ones it is asked once: 512 GPUs are alike."""
+    items = list(items)
+    known = {item: ask(item) for item in dict.fromkeys(items)}
+    return [known[item] for item in items]
 
 
 def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
-    """Return the largest number up to `most` for which `holds`; 0 where it holds for none.
+    """Return the largest number up to `most` for which `holds`, which is true up to some number; 0 where for none.
 
-    `holds` is true up to some number, and false above. It is asked at the guess first, then at twice the distance each
-    time (galloping), and last between the two that enclose the answer: a good guess takes two or three questions.
+    It is asked at the guess first, then at twice the distance each time (galloping), and last between the two that
+    enclose the answer: a good guess takes two or three questions.
     """
     low, high, distance = 0, most + 1, 1  # it holds for `low`, not for `high`
     at = min(max(guess, 1), most)
@@ -24,10 +34,7 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
 
 
 def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return about the smallest number from `low` to `high` for which `holds`, by halving ratios; None: for none.
-
-    `holds` is false up to some number, and true above.
-    """
+    """Return about the smallest number for which `holds`, which is false up to some number; None: for none."""
     if not holds(high):
         return None
     for _ in range(60):

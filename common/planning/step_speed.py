@@ -1,16 +1,14 @@
 """How long a GPU computes in a step: a model with few constants, fitted to published rates.
 
-    computing = max(GPU's work, launches)
-    GPU's work = matrix products / (a share of the peak) + bytes of all else / (a share of the memory's bandwidth)
+    computing = max(matrix products / (a share of the peak) + bytes of all else / (a share of the bandwidth), launches)
 
-- Matrix products are counted as they happen (`step_flops`). What share of the peak they reach, depends on the GPU's
-  generation; attention's scores reach less.
+- Matrix products are counted as they happen (`step_flops`). The share of the peak depends on the GPU's generation;
+  attention's scores reach less.
 - All else waits for memory: norms, activations, rotary positions, residuals, adapters, the loss over the vocabulary,
-  4-bit weights that are unpacked, and the products' own matrices. Its bytes are counted operation by operation.
-- Launches are what Python takes to start a layer's kernels. Short rows and small batches wait for them.
+  4-bit weights that are unpacked, and the products' own matrices: bytes that are counted, not fitted.
+- Launches are what Python takes to start a layer's kernels: short rows and small batches wait for them.
 
-The bytes are counted, not fitted. Fitted are the constants that say so, to the points of assets/published_rates.json
-(`common.planning.published_rates` reads them, and compares).
+`python -m assets.fit_rates` fits the constants that say so to assets/published_rates.json.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -26,11 +24,9 @@ from common.planning.tower_activations import job_of_tower
 BANDWIDTH_REACHED = 0.8
 # attention's scores, of what other products reach: fitted, mainly to llm-foundry's rows of up to 65,536 tokens
 ATTENTION_REACHED = 0.36
-# what unpacking a 4-bit weight takes, in bytes at that bandwidth: fitted to QLoRA on bases in nf4 (bitsandbytes) and by
-# GPTQ. Read and written are 2.5: the kernels are far from the bandwidth
+# what unpacking a 4-bit weight takes, in bytes at that bandwidth: fitted to QLoRA in nf4 and GPTQ (it moves only 2.5)
 UNPACKING_BYTES = 19.0
-# what Python, Transformers' modules and autograd take to start a kernel, in seconds: fitted, mainly to Qwen's rows of
-# 256 and 512 tokens on an A100. The published rates show no more of it with adapters
+# what it takes to start a kernel: fitted, mainly to Qwen's rows of 256 and 512 tokens on an A100
 LAUNCH_S = 36e-6
 BACKWARD_PASSES = 2  # the backward pass takes as long as two forward passes
 
@@ -42,9 +38,8 @@ class Generation:
     Attributes:
         starts: How their names begin.
         reached: Share of the dense peak that large matrix products reach in training.
-        reached_fp32: The same of the peak in fp32 without tensor cores. The V100's is assumed for all: BERT-large alone
-            would give 0.94, and BART-large, one row at a time, took half as long again as planned with that
-            (published.json).
+        reached_fp32: The same in fp32 without tensor cores. The V100's is assumed for all: BERT-large alone would give
+            0.94, and BART-large took half as long again as planned with that (published.json).
         assumed: Why the shares are no fitted ones; empty = they are.
         workspace_gib: Of cuBLAS (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
@@ -57,8 +52,7 @@ class Generation:
     workspace_gib: float = 8_519_680 / GIB
 
 
-# Cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; those with the full rate are held
-# back by their power
+# cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; power holds the others back
 GENERATIONS = (
     Generation("Hopper", ("H100", "H200"), 0.61, workspace_gib=32 / 1024),
     Generation("A100", ("A100", "A800"), 0.82),
@@ -67,8 +61,8 @@ GENERATIONS = (
     Generation("Volta", ("V100",), 0.90),
     Generation("Turing", ("T4",), 0.70, 0.70, assumed="as of other cards that their power holds back"),
 )
+# of a GPU that is described by hand, and of a CPU without records
 UNKNOWN = Generation("unknown", (), 0.61, 0.61, assumed="the least that any generation reaches")
-"""Of a GPU that is described by hand, and of a CPU without records."""
 
 
 def generation_of(gpu: Gpu) -> Generation:
@@ -99,9 +93,8 @@ class KernelSet:
     kernels: int
 
 
-# Counted from the operations of Transformers' Llama and PEFT's `Linear`. PyTorch's own kernels do one operation each: a
-# norm turns numbers to fp32, squares, averages, scales, turns them back, and multiplies by its weights: 18 numbers of
-# 16 bits for each of the hidden state. A fused kernel reads it and writes it: 2.
+# Counted from Transformers' Llama and PEFT's `Linear`. PyTorch's kernels do one operation each: a norm turns numbers to
+# fp32, squares, averages, scales, turns them back, and multiplies by its weights: 18 numbers for each, fused 2.
 KERNEL_SETS: dict[Kernels, KernelSet] = {
     "plain": KernelSet(norm=18, rotary=10, gate=5, adapter_inputs=(1, 5), adapter_outputs=(6, 4), loss=22, kernels=40),
     "fused": KernelSet(norm=2, rotary=2, gate=3, adapter_inputs=(1, 3), adapter_outputs=(3, 2), loss=5, kernels=20),
@@ -109,11 +102,11 @@ KERNEL_SETS: dict[Kernels, KernelSet] = {
 }
 RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
 EAGER_SCORE = 15  # of attention without a fused kernel, per score
+# how `StepFlops.useful` counts
 COUNTED = (
     "per token 6 per trained weight, 4 per frozen one (2 in a frozen vision tower), for attention 12 layers * channels "
     "* length, half of it where causal; no lookup, the head where there are labels"
 )
-"""How `StepFlops.useful` counts."""
 
 
 # -- operations
@@ -121,7 +114,7 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers.
+    """Floating-point operations of one step, of one device's share of the layers.
 
     Attributes:
         recomputed: Of forward passes that come again: of checkpointed layers, of a head, or with the reference.
@@ -141,7 +134,7 @@ class StepFlops:
 
     @property
     def useful(self) -> float:
-        """Those of each operation once, which every MFU here counts; `COUNTED` says it to a reader."""
+        """Those of each operation once, which every MFU here counts."""
         return self.forward + self.activation_gradients + self.weight_gradients
 
     def __add__(self, other: "StepFlops") -> "StepFlops":
@@ -158,7 +151,6 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
 
 
 def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
-    """Count those of a vision tower and its connector; the embeddings of patches take next to nothing."""
     own_job = job_of_tower(tower, job)
     encoder = _flops_of_layers(tower.encoder, own_job, whole_model(tower.encoder))
     connector = 2.0 * own_job.batch.rows * tower.tokens * tower.connector.inputs * tower.connector.outputs
@@ -180,8 +172,7 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
         for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
             is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
             attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
-    positions = batch.sequences * job.head_positions
-    head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
+    head = 2 * batch.sequences * job.head_positions * architecture.vocab * architecture.hidden * share.has_head
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
@@ -208,42 +199,36 @@ def _forward_passes(job: Job) -> int:
 
 def step_bytes(architecture: Architecture, job: Job, share: Share) -> float:
     """Count the bytes of a step's kernels, without attention's scores: what each operation reads and writes, once."""
-    products, between, adapters, loss, unpacking = _bytes_of_layers(architecture, job, share)
-    if sees(architecture, job, share):
-        encoder, own_job = architecture.tower.encoder, job_of_tower(architecture.tower, job)
-        one_pass = replace(own_job, gradient_checkpointing=False)
-        of_tower = _bytes_of_layers(encoder, own_job if job.trains_tower else one_pass, whole_model(encoder))
-        passes = 1 if job.trains_tower else 1 / (1 + BACKWARD_PASSES)
-        products, between = products + passes * of_tower[0], between + passes * of_tower[1]
-    return products + between + adapters + loss + unpacking
+    count = _bytes_of_layers(architecture, job, share)
+    if not sees(architecture, job, share):
+        return count
+    encoder, own_job = architecture.tower.encoder, job_of_tower(architecture.tower, job)
+    if job.trains_tower:
+        return count + _bytes_of_layers(encoder, own_job, whole_model(encoder))
+    all_passes = _bytes_of_layers(encoder, replace(own_job, gradient_checkpointing=False), whole_model(encoder))
+    return count + all_passes / (1 + BACKWARD_PASSES)
 
 
-def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> tuple[float, float, float, float, float]:
-    """Count the bytes of a stack's kernels, of five kinds.
-
-    The matrices that are multiplied, and the results; norms, activations, rotary positions, residuals, and what
-    attention reads and writes; adapters' own; the loss over the vocabulary; and 4-bit weights, which are turned to 16
-    bits in each pass.
-    """
-    a, kernels = job.arithmetic_bytes, KERNEL_SETS[job.kernels]
-    forward_passes, products, between, adapters, unpacking = _forward_passes(job), 0.0, 0.0, 0.0, 0.0
+def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> float:
+    """Count those of matrices that are multiplied and their results, of adapters, of 4-bit weights, and of the loss."""
+    a, kernels, forward_passes, count = job.arithmetic_bytes, KERNEL_SETS[job.kernels], _forward_passes(job), 0.0
     # numbers that an adapter reads and writes in a step, per input and per output of its projection
     per_input, per_output = (
         forward_passes * forward + backward for forward, backward in (kernels.adapter_inputs, kernels.adapter_outputs)
     )
     makes_copies = job.autocasts and not job.method.quantizes  # of fp32 weights in 16 bits, in each forward pass
     for stack, layers in zip(architecture.stacks, share.layers, strict=True):
-        between += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
+        count += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
             tokens, size = job.batch.tokens_into(linear, stack), linear.inputs * linear.outputs
             passes = forward_passes + 1 + job.trains(linear)
-            products += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
-            products += layers * forward_passes * (4 + a) * size * makes_copies
-            unpacking += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
+            count += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
+            count += layers * forward_passes * (4 + a) * size * makes_copies
+            count += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
             of_adapter = per_input * linear.inputs + per_output * linear.outputs
-            adapters += layers * a * tokens * of_adapter * job.adapts(linear)
+            count += layers * a * tokens * of_adapter * job.adapts(linear)
     logits = job.batch.sequences * job.head_positions * architecture.vocab * share.has_head
-    return products, between, adapters, 2 * kernels.loss * logits, unpacking
+    return count + 2 * kernels.loss * logits
 
 
 def _between_products(architecture: Architecture, job: Job, stack: Stack) -> float:
@@ -274,8 +259,7 @@ class Computing:
     """Seconds that a device computes in a step.
 
     Attributes:
-        products_s: Of the matrix products.
-        others_s: Of all other kernels.
+        others_s: Of all kernels but the matrix products.
         launches_s: Of starting them all, meanwhile.
     """
 
@@ -293,18 +277,13 @@ def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu)
     """Compute how long a device computes in one step; `architecture` is the part that each rank holds.
 
     Adapters take no longer than the weights' gradients that they save: of 47 steps that were published with LoRA and
-    with full fine-tuning, LoRA is slower in 10, by up to a fifth, all of models with 1.8B and 3B parameters at rows of
-    4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
+    with full fine-tuning, LoRA is slower in 10, all of models below 4B at rows of 4,096 tokens and more.
     """
     own = _computing_time(architecture, job, share, gpu)
     if not job.method.has_adapters:
         return own
-    unquantized = replace(job, technique="lora")
-    full = replace(job, technique="full", target_modules=())
-    lora_s, full_s = (_computing_time(architecture, each, share, gpu).total_s for each in (unquantized, full))
+    lora, full = replace(job, technique="lora"), replace(job, technique="full", target_modules=())
+    lora_s, full_s = (_computing_time(architecture, each, share, gpu).total_s for each in (lora, full))
     return replace(own, others_s=own.others_s - max(0.0, lora_s - full_s))
 
 
@@ -321,22 +300,14 @@ def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu
 
 
 def products_per_s(gpu: Gpu, job: Job) -> float:
-    """Return the operations per second that large matrix products reach.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return the operations per second that large matrix products reach."""
     generation = generation_of(gpu)
     reached = generation.reached_fp32 if job.precision == "fp32" else generation.reached
     return peak_tflops(gpu, job) * 1e12 * reached
 
 
 def peak_tflops(gpu: Gpu, job: Job) -> float:
-    """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+    """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s; refuse a precision that it does not have."""
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
         raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")

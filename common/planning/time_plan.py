@@ -1,8 +1,6 @@
-"""How long a step takes and what it costs, in closed form: projections, until a measured run recalibrates them.
+"""How long a step takes and what it costs, in closed form: projections, until measured runs recalibrate them.
 
-    step = computing + what of the communication is not hidden behind it + the optimizer's pass over its states
-
-How long a GPU computes, `common.planning.step_speed` says, times the median of the records kept for that GPU.
+step = computing (`common.planning.step_speed`) + communication that is not hidden behind it + the optimizer's pass
 """
 
 import re
@@ -16,10 +14,9 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
-from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job
+from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
-from common.planning.run_jobs import architecture_of_run, job_of_run
-from common.planning.searches import smallest_ratio
+from common.planning.searches import once_for_each, smallest_ratio
 from common.planning.shares import (
     Share,
     part_of_rank,
@@ -28,39 +25,30 @@ from common.planning.shares import (
     trained_weight_bytes,
     whole_model,
 )
-from common.planning.step_speed import (
-    BANDWIDTH_REACHED,
-    computing_time,
-    peak_tflops,
-    products_per_s,
-    step_flops,
-)
+from common.planning.step_speed import BANDWIDTH_REACHED, computing_time, peak_tflops, products_per_s, step_flops
 
-# what Adam's pass reads and writes of each trained weight, in numbers: weight, gradient and two states, three of them
-# written again; and clipping, which reads gradients twice and writes them. PyTorch's kernels for lists of tensors
-# (`foreach`) take each operation of the update alone: three times as much
+# numbers that Adam's pass reads and writes per trained weight (weight, gradient, two states; three of them again), and
+# clipping (gradients twice, and again); PyTorch's `foreach` kernels take each operation of the update alone
 ADAM_TOUCHES, CLIPPING_TOUCHES, FOREACH = 7, 3, 3
-# share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests, issues 149
-# and 212)
+# share of NVLink's one-direction bandwidth in an all-reduce (github.com/NVIDIA/nccl-tests, issues 149 and 212)
 NVLINK_ACHIEVED = 0.75
-# all-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), the others
-# by halves
+# all-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), then halves
 PCIE_GB_PER_S = {3: 8.0, 4: 16.0, 5: 28.0}
 # share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)
 ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 ASSUMED_ETHERNET_GBIT = 25
 OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
-MIN_CALIBRATION_STEPS = 100  # of a run on a GPU: in shorter runs the slow first steps dominate the average
+MIN_CALIBRATION_STEPS = 100  # of a run on a GPU: in shorter ones the slow first steps dominate
 MEASURED = "measured"  # in the source of a speed that rests on records
-
-ETHERNETS_GBIT = (1e-3, 1e4)
-"""The slowest and the fastest that a break-even is looked for among, in Gbit/s."""
+Calibration = dict[str, list[float]]
+"""How fast kept runs were, by the device's name: see `calibration_from`."""
+ETHERNETS_GBIT = (1e-3, 1e4)  # among which a break-even is looked for
 
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest link between two neighbouring ranks; its bandwidth is that of one direction in collectives."""
+    """A link between two neighbouring ranks, with its bandwidth of one direction in collectives."""
 
     name: str
     gb_per_s: float
@@ -71,10 +59,9 @@ class Cluster:
     """The GPUs of a plan.
 
     Attributes:
-        gpus: One per device, in the order of the ranks.
         nodes: Machines, with equally many GPUs each.
-        link: Named by the user; None = the best that the GPU has, and Ethernet between machines.
-        usd_per_hour: Price of one GPU that overrides the catalogue's.
+        link: The slowest; None = the best that the GPU has, and Ethernet between machines.
+        usd_per_hour: Of one GPU, instead of the catalogue's price.
     """
 
     gpus: tuple[Gpu, ...]
@@ -91,18 +78,16 @@ class Cluster:
     @property
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
-        if self.link or self.nodes > 1:
-            return self.link or ethernet(ASSUMED_ETHERNET_GBIT)
-        return self.link_in_machine
+        return self.link or (ethernet(ASSUMED_ETHERNET_GBIT) if self.nodes > 1 else self.link_in_machine)
 
     def link_among(self, ranks: int) -> Link:
         """Return the slowest link between neighbours of a ring through so many successive GPUs."""
-        in_one_machine = self.nodes > 1 and self.gpus_per_machine % ranks == 0
-        return self.link_in_machine if in_one_machine else self.slowest_link
+        is_in_machine = self.nodes > 1 and self.gpus_per_machine % ranks == 0
+        return self.link_in_machine if is_in_machine else self.slowest_link
 
     @property
     def gpus_per_machine(self) -> int:
-        """GPUs that share a machine's network."""
+        """GPUs of each machine."""
         return len(self.gpus) // self.nodes
 
     @property
@@ -119,11 +104,7 @@ class Cluster:
 
 
 def parse_link(name: str, gpu: Gpu) -> Link:
-    """Return the link that a user means by `nvlink`, `pcie` or `ethernet-25`.
-
-    Raises:
-        BadInputError: It is none of these, or the GPU has no NVLink.
-    """
+    """Return the link that `nvlink`, `pcie` or `ethernet-25` means; refuse others, and NVLink that a GPU lacks."""
     if name == "nvlink":
         if gpu.nvlink_gb_per_s is None:
             raise BadInputError(f"The {gpu.name} has no NVLink: pass --link pcie.")
@@ -137,7 +118,7 @@ def parse_link(name: str, gpu: Gpu) -> Link:
 
 
 def ethernet(gbit: float) -> Link:
-    """Return Ethernet of `gbit` Gbit/s: nearly all of a slow line, then what TCP reaches, or a share of a fast line."""
+    """Return Ethernet of `gbit` Gbit/s: nearly all of a slow line, what TCP reaches, or a share of a fast line."""
     reached_gbit = max(min(ETHERNET_ACHIEVED * gbit, TCP_GBIT), FAST_ETHERNET_ACHIEVED * gbit)
     return Link(f"Ethernet {gbit:g} Gbit/s", reached_gbit / 8)
 
@@ -147,9 +128,8 @@ class Speed:
     """How fast a GPU trains, and the source of that.
 
     Attributes:
-        flops_per_s: Of a CPU, operations per second over all that it computes, as measured; None = the model of
-            `common.planning.step_speed`.
-        times: As fast as that model has it, by what was measured.
+        flops_per_s: Of a CPU, as measured; None = by the model of `common.planning.step_speed`.
+        times: As fast as that model has it, as measured.
     """
 
     flops_per_s: float | None
@@ -157,11 +137,7 @@ class Speed:
     times: float = 1.0
 
     def compute_s(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> float:
-        """Return the seconds that one device computes in a step.
-
-        Raises:
-            BadInputError: The GPU does not compute in the job's precision.
-        """
+        """Return the seconds that one device computes in a step."""
         if self.flops_per_s is None:
             return computing_time(architecture, job, share, gpu).total_s / self.times
         weights = sum(
@@ -182,12 +158,8 @@ class Speed:
         )
 
 
-def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
-    """Return the speed of `gpu`: what published rates lead to, times what was measured; a CPU's as measured.
-
-    Raises:
-        BadInputError: The GPU does not compute in the job's precision.
-    """
+def speed_of(gpu: Gpu, job: Job, calibration: Calibration) -> Speed:
+    """Return the speed of `gpu`: by published rates, times what was measured; a CPU's as measured."""
     measured = calibration.get(gpu.name)
     if measured and gpu.name == CPU_DEVICE:
         return Speed(median(measured), f"{gpu.name}: {MEASURED}, median of {len(measured)} records kept here")
@@ -205,14 +177,13 @@ def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
     )
 
 
-def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
-    """Return how fast kept runs on one device were, by the device's name; of runs of the same task alone.
+def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> Calibration:
+    """Return how fast kept runs of the task on one device were, by the device's name.
 
-    Those of other tasks have models and rows of other sizes. Of a GPU, short runs left out: how many times as fast they
-    were as the model of `common.planning.step_speed` has it. Of a CPU, which that model is not made for: the
-    floating-point operations per second that they reached.
+    Of a GPU: how many times as fast as the model of `common.planning.step_speed` has it, short runs left out. Of a CPU,
+    which that model is not made for: floating-point operations per second.
     """
-    reached: dict[str, list[float]] = {}
+    reached: Calibration = {}
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
         is_other = config.get("task", "chat") != task  # older records know one task only
@@ -229,11 +200,7 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
 
 
 def _times_as_fast(record: dict[str, Any], gpu: Gpu) -> float | None:
-    """Return the measured tokens per second of a run on one GPU over those that the model has for rows as it had.
-
-    Rows count with their mean length. None where the record does not say what its rows were, its model has no shape
-    here, or the GPU does not compute as it did.
-    """
+    """Return a run's measured tokens per second over those that the model has for its mean row; None: unknown."""
     rank, planned = record["world"][0], record.get("planned")
     if not planned or not rank.get("samples"):
         return None
@@ -250,11 +217,7 @@ def _times_as_fast(record: dict[str, Any], gpu: Gpu) -> float | None:
 
 
 def _times_counted(record: dict[str, Any]) -> float:
-    """Return how many times as many operations a run computed as its record counts.
-
-    The count leaves out forward passes that come again, with checkpointing or with a reference: 2N each, more than
-    full training's 6N or LoRA's 4N.
-    """
+    """Return a run's operations over those counted: forward passes that come again, 2N each beside 6N or LoRA's 4N."""
     config, has_adapters = record["config"], TECHNIQUES[record["technique"]].has_adapters
     counted = 4 if has_adapters else 6
     again = bool(config["gradient_checkpointing"]) + (has_adapters and TASKS[config.get("task", "chat")].compares)
@@ -263,14 +226,14 @@ def _times_counted(record: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and where they go; with accumulation, of one of its micro-batches on average.
+    """Seconds of one optimizer step; with accumulation, of one of its micro-batches on average.
 
     Attributes:
-        compute_s: Of the device that computes longest; with mp of all devices, one after the other.
+        compute_s: Of the device that computes longest.
         exposed_s: Of the communication, what computing does not hide.
-        bubble_s: With pp: seconds in which a device waits for others.
-        sent_gb: Sent by one rank, in 10^9 bytes.
-        terms: All of it in words, for `--explain`.
+        bubble_s: In which a device waits for others.
+        sent_gb: By one rank, in 10^9 bytes.
+        terms: In words, for `--explain`.
     """
 
     compute_s: float
@@ -291,15 +254,14 @@ def step_time(
 ) -> StepTime:
     """Compute how long a step takes; `shares` and `speeds` have one entry per device.
 
-    Rules: gradients are sent while the backward pass goes on, and gathered weights while a layer computes, so that only
-    what is longer than that shows; what tensor parallel sums is waited for. A device's layers take at least as long as
-    reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
+    Gradients are sent while the backward pass goes on, and gathered weights while a layer computes: only what takes
+    longer shows; what tensor parallel sums is waited for. With accumulation DDP sends once per optimizer step.
     """
     part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
-    known = {each: each[2].compute_s(part, job, each[1], each[0]) for each in dict.fromkeys(devices)}
-    seconds = [known[device] for device in devices]
-    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in known) / job.accumulation_steps
+    seconds = once_for_each(lambda device: device[2].compute_s(part, job, device[1], device[0]), devices)
+    updates_s = once_for_each(lambda device: _optimizer_s(part, job, device[0], device[1]), devices)
+    optimizer_s = max(updates_s) / job.accumulation_steps
     sent, communication_s, links = _communication(architecture, job, cluster)
     exposed_s = communication_s
     slowest, bubble_s = max(seconds), 0.0
@@ -333,7 +295,7 @@ def step_time(
 
 
 def _communication(architecture: Architecture, job: Job, cluster: Cluster) -> tuple[float, float, str]:
-    """Return the bytes that a rank sends in a step, the seconds that they take, and by which links in words."""
+    """Return the bytes that a rank sends in a step, their seconds, and by which links in words."""
     in_copy, between_copies = traffic(architecture, job)
     link, near = cluster.slowest_link, cluster.link_among(job.shard_ranks)
     named = f"{link.name} at {link.gb_per_s:,.3g} GB/s"
@@ -351,7 +313,6 @@ def _communication(architecture: Architecture, job: Job, cluster: Cluster) -> tu
 
 
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
-    """Return the seconds of the update's pass over the trained weights, their gradients and states."""
     touches = CLIPPING_TOUCHES + ADAM_TOUCHES * (FOREACH if job.optimizer == "adamw_torch" else 1)
     touched = trained_weight_bytes(architecture, job, share) / job.shard_ranks * touches
     if job.offload:
@@ -363,11 +324,9 @@ def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:
     """Count the bytes that one rank sends in a step within a sharded copy of the model, and between copies.
 
     A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are
-    gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
-    al. 2020, "ZeRO", section 7). FSDP keeps what is in its root (embeddings, final norm and head) between the passes;
-    so does DeepSpeed with weights that are soon used again. Between stages one hidden state each way and border.
-    Tensor parallel sums activations, not gradients. With hybrid sharding the copies all-reduce each rank's shard of the
-    gradients.
+    gathered twice, and their gradients scattered once (Rajbhandari et al. 2020, "ZeRO", section 7); FSDP keeps what is
+    in its root (embeddings, final norm and head) between the passes, DeepSpeed weights that are soon used again.
+    Between stages goes one hidden state each way.
     """
     n, batch = job.devices, job.batch
     around = (n - 1) / n
@@ -400,9 +359,9 @@ def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:
 def summed_bytes(architecture: Architecture, job: Job) -> float:
     """Count the bytes of activations, and of their gradients, that tensor-parallel ranks sum up in a step.
 
-    In the forward pass the results of attention and MLP; in the backward pass the gradients of their inputs, in fp32,
-    each once (common/training/tensor_parallel.py: `shared_input`), except where nothing before them is trained. Between
-    an adapter's matrices there is one such sum, as wide as its rank.
+    In the forward pass the results of attention and MLP; in the backward pass the gradients of their inputs, in fp32
+    (common/training/tensor_parallel.py: `shared_input`), but where nothing before them is trained. Between an adapter's
+    matrices there is one such sum, as wide as its rank.
     """
     passes, hidden = 1 + job.gradient_checkpointing, job.batch.tokens * architecture.hidden
     between, a, total = job.batch.tokens * job.lora_rank, job.arithmetic_bytes, 0.0
@@ -420,17 +379,9 @@ def summed_bytes(architecture: Architecture, job: Job) -> float:
 
 
 def break_even_gbit(
-    architecture: Architecture,
-    job: Job,
-    one_machine: Cluster,
-    many_machines: Cluster,
-    calibration: dict[str, list[float]],
+    architecture: Architecture, job: Job, one_machine: Cluster, many_machines: Cluster, calibration: Calibration
 ) -> float | None:
-    """Return the Ethernet, in Gbit/s, from which on many machines bill no more than one machine; None: never.
-
-    Many machines of one cheap GPU send their gradients over Ethernet, and every machine is paid while it waits.
-    """
-
+    """Return the Ethernet, in Gbit/s, from which on many machines bill no more than one machine; None: never."""
     prices = [cluster.usd_per_second for cluster in (one_machine, many_machines)]
     if None in prices:
         raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
@@ -439,7 +390,7 @@ def break_even_gbit(
 
 
 def fast_enough_from_gbit(
-    architecture: Architecture, job: Job, machines: Cluster, most_s: float, calibration: dict[str, list[float]]
+    architecture: Architecture, job: Job, machines: Cluster, most_s: float, calibration: Calibration
 ) -> float | None:
     """Return the Ethernet, in Gbit/s, from which on a step of `machines` takes at most `most_s`; None: never."""
     return smallest_ratio(
@@ -448,7 +399,6 @@ def fast_enough_from_gbit(
     )
 
 
-def _whole_step_s(architecture: Architecture, job: Job, cluster: Cluster, calibration: dict[str, list[float]]) -> float:
-    """Return the seconds of a step of devices that each hold the whole model."""
+def _whole_step_s(architecture: Architecture, job: Job, cluster: Cluster, calibration: Calibration) -> float:
     speeds = [speed_of(gpu, job, calibration) for gpu in cluster.gpus]
     return step_time(architecture, job, cluster, [whole_model(architecture)] * len(cluster.gpus), speeds).total_s

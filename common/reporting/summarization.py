@@ -10,8 +10,8 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.hardware.devices import MACHINES, Machine, find_gpu
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
-from common.planning.plans import Plan, job_of_run, make_plan
+from common.planning.job import BatchShape, job_of_run
+from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record

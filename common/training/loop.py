@@ -54,7 +54,8 @@ from common.models.compiled_layers import as_written
 from common.models.freeing import free_model
 from common.models.placement import evaluation_of_rows
 from common.planning.job import BatchShape, EvaluationShape
-from common.planning.plans import Plan, plan_run, why
+from common.planning.plan_texts import why
+from common.planning.plans import Plan, plan_run
 from common.runtime.faults import fault_at
 from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached

@@ -16,8 +16,8 @@ from common.data.batches import longest_batch
 from common.data.rows import Tokens, tokens_in
 from common.hardware.devices import CPU_DEVICE, Gpu
 from common.models.shards import tensors_of
+from common.planning.job import architecture_of_run, job_of_run
 from common.planning.phases import TRAINING
-from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
 from common.runtime.memory_tracker import watch_gradients

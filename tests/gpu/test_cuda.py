@@ -13,8 +13,8 @@ from common.checks import preflight
 from common.checks.dry_run import dry_run
 from common.hardware.devices import gpu_of_device, gpus
 from common.planning.architectures import read_architecture
+from common.planning.job import job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
 from tests.gpu.conftest import folder_with, losses_of, needs_4_bits
 from tests.recipes.folders import (

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from common.base.paths import REPOSITORY
 from common.checks.folder_runs import run_of_folder
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
-from common.planning.run_jobs import job_of_run
+from common.planning.job import BatchShape, job_of_run
 from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.disks import MARK

@@ -11,13 +11,13 @@ import pytest
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.specs import TECHNIQUES
 from common.checks.planner_command import answer, cluster_of, job_of, read_options
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape, Job
-from common.planning.plans import plan_run, ranked_plans
+from common.planning.plans import plan_run
+from common.planning.ranking import ranked_plans
 from common.planning.shares import whole_model
 from common.planning.time_plan import calibration_from, parse_link
 from common.records.store import kept_records
@@ -75,10 +75,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     options = read_options(words)
     cluster = cluster_of(options)
     assert cluster.slowest_link == parse_link("nvlink", find_gpu("A100 40GB SXM"))
-    plans = ranked_plans(
-        read_architecture(asked["model"]), job_of(options), cluster, TECHNIQUES, None, None,
-        calibration_from(kept_records()),
-    )  # fmt: skip
+    plans = ranked_plans(read_architecture(asked["model"]), job_of(options), cluster, calibration_from(kept_records()))
     cells = re.findall(r"<td>(.*?)</td>", outputs_of(notebook, "text/html")[0])
     columns = len(cells) // len(plans)
     assert list(zip(cells[::columns], cells[2::columns], cells[3::columns], strict=True)) == [

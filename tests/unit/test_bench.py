@@ -24,7 +24,7 @@ from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
-from common.reporting.publications import OWN_MFU, mfu_of
+from common.reporting.publications import OWN_MFU
 from tests.forked import run_forked
 from tests.unit import lease_stubs
 
@@ -261,12 +261,12 @@ def test_kept_trials_have_the_mfu_of_the_one_count(technique: str, name: str, pr
 
 def test_published_runs_have_an_mfu_of_the_same_count() -> None:
     """KempnerForge trains the head, too; NeMo's adapters have rank 16."""
-    kempner, nemo, _ = (next(rate for rate in published_rates() if rate.label == label) for label in OWN_MFU)
+    kempner, nemo, _ = (next(rate for rate in published_rates() if rate["label"] == label) for label in OWN_MFU)
     layers, head, scores = 32 * 218_103_808, 128_256 * 4096, 6 * 32 * 4096 * 4096
     peak = find_gpu(gpu.GPU).tflops_dense["bf16"] * 1e12
-    assert mfu_of(kempner) == pytest.approx(10_471 * (6 * (layers + head) + scores) / peak)
+    assert kempner["mfu"] == pytest.approx(10_471 * (6 * (layers + head) + scores) / peak)
     adapters = 2 * 20_971_520
-    assert mfu_of(nemo) == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
+    assert nemo["mfu"] == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
 
 
 @pytest.mark.parametrize("trial", gpu_trial.TRIALS)

@@ -35,9 +35,8 @@ from common.data.pictures import open_picture
 from common.models.loading import any_shape_config, load_tokenizer
 from common.models.placement import place_stages
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, architecture_of_run, job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.plans import architecture_of_run, job_of_run
 from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
 from common.runtime import memory_tracker

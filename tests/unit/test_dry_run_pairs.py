@@ -9,10 +9,10 @@ from common.checks.dry_run import dry_run, with_depth
 from common.checks.fake_steps import batch_inputs, build_model, fake_step, tracked_step
 from common.models.loading import any_shape_config
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.pair_terms import BACKWARD_BESIDE, TILE_POSITIONS
-from common.planning.plans import job_of_run, plan_run
+from common.planning.plans import plan_run
 from common.planning.shares import whole_model
 from common.planning.step_speed import step_flops
 from common.records.store import PLAN_TOLERANCE

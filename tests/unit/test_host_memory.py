@@ -6,12 +6,14 @@ import pytest
 
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
+from common.checks.planner_command import as_json
 from common.hardware.devices import GIB, find_gpu
 from common.models.placement import check_host
 from common.planning.architectures import read_architecture
 from common.planning.host_memory import LEAST_FILES, file_bytes, host_moments
 from common.planning.job import BatchShape, Job
-from common.planning.plans import as_json, explanation, make_plan
+from common.planning.plan_texts import explanation
+from common.planning.plans import make_plan
 from common.planning.time_plan import Cluster
 
 BATCH = BatchShape(1, 512, 511)

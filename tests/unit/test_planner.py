@@ -15,22 +15,14 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.specs import TECHNIQUES
 from common.checks.planner_command import main
 from common.hardware.devices import CPU_DEVICE, find_gpu
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
-from common.planning.job import BatchShape, Job
-from common.planning.plans import (
-    ABOUT_AS_FAST,
-    Plan,
-    architecture_of_run,
-    job_of_run,
-    make_plan,
-    plan_run,
-    ranked_plans,
-)
+from common.planning.job import BatchShape, Job, architecture_of_run, job_of_run
+from common.planning.plans import Plan, make_plan, plan_run
+from common.planning.ranking import ABOUT_AS_FAST, ranked_plans
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.step_speed import step_flops
 from common.planning.terms import PARTS
@@ -562,7 +554,7 @@ def test_no_tight_plan_stands_above_one_as_fast_that_is_not() -> None:
     asked = Job(technique="lora", parallel="single", batch=BatchShape(4, 1024, 1024))
     for memory_gib, checkpointing in zip(range(8, 36), cycle((None, False)), strict=False):
         cluster = Cluster((replace(A6000, name="mine", memory_gib=memory_gib),) * 2)
-        plans = ranked_plans(architecture, asked, cluster, TECHNIQUES, None, checkpointing, {})
+        plans = ranked_plans(architecture, asked, cluster, {}, checkpointing=checkpointing)
         for above, below in combinations([plan for plan in plans if plan.may_fit], 2):
             as_fast = below.tokens_per_s >= ABOUT_AS_FAST * above.tokens_per_s
             assert not (above.verdict == "tight" != below.verdict and as_fast)

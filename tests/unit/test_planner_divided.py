@@ -86,5 +86,5 @@ def test_a_judge_that_is_larger_than_the_model_does_not_leave_one_row_at_a_time(
     run = literal_of(REPOSITORY / "2.7_full_finetuning_with_pp/run_0_cpu_x2")
     plan = plan_run(run, BatchShape(64, 39, 20))
     with_one = plan_run(replace(run, per_device_eval_batch_size=1), BatchShape(64, 39, 20))
-    assert with_one.run_peak_gib > with_one.training_peak_gib
+    assert with_one.run_peak.memory.peak_gib > with_one.training_peak_gib
     assert plan.job.evaluation.rows >= 8

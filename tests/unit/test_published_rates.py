@@ -7,15 +7,17 @@ from statistics import median
 
 import pytest
 
+from bench.published import content, published_runs, rates_not_used
+from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
 from common.planning.plans import make_plan
-from common.planning.published_rates import best_published, evidence, excluded_rates, published_rates
+from common.planning.published_rates import best_published, evidence, published_planned, published_rates
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
-from common.reporting.publications import WELL_KNOWN, is_near
+from common.reporting.publications import RATES_BY_SOURCE, WELL_KNOWN, is_near
 
 # sources that the constants do as well on when they are fitted without them (assets/README.md)
 HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}
@@ -32,23 +34,34 @@ H100 = find_gpu("h100")
 
 @pytest.mark.parametrize("sources", [None, HELD_OUT], ids=["all", "held out"])
 def test_planned_rates_are_near_the_published_ones(sources: set[str] | None) -> None:
-    rates = [rate for rate in published_rates() if sources is None or rate.source in sources]
+    rates = [rate for rate in published_rates() if sources is None or rate["source"] in sources]
     assert len(rates) >= (600 if sources is None else 48)
-    assert median(abs(rate.ratio - 1) for rate in rates) <= 0.2
+    assert median(abs(rate["ratio"] - 1) for rate in rates) <= 0.2
     assert sum(map(is_near, rates)) >= 0.9 * len(rates)
 
 
 @pytest.mark.parametrize("technique", ["full", "lora", "qlora"])
 def test_no_technique_is_planned_too_fast_or_too_slow(technique: str) -> None:
-    ratios = [rate.ratio for rate in published_rates() if rate.job.technique == technique]
+    ratios = [rate["ratio"] for rate in published_rates() if rate["technique"] == technique]
     assert len(ratios) > 50
     assert 0.9 < median(ratios) < 1.1
 
 
 def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
-    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in published_rates())
-    assert all(entry["reason"] and entry["source"] for entry in excluded_rates())
-    assert set(WELL_KNOWN) <= {rate.label for rate in published_rates()}
+    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in published_runs())
+    assert all(entry["reason"] and entry["sources"] for entry in rates_not_used())
+    assert set(WELL_KNOWN) <= {rate["label"] for rate in published_rates()}
+
+
+def test_what_is_kept_of_published_runs_is_what_the_planner_says_of_them_now() -> None:
+    assert published_planned() == content(), "run python -m bench.published"
+
+
+def test_the_page_has_every_point() -> None:
+    page = (REPOSITORY / "docs" / "published_rates.md").read_text(encoding="utf-8")
+    assert all(f"<!-- table: {name} -->" in page for name in RATES_BY_SOURCE)
+    assert sum(len(table([])) for table in RATES_BY_SOURCE.values()) == len(published_rates())
+    assert all(f"https://github.com/{rate['repository']})" in page for rate in published_rates())
 
 
 def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:
@@ -70,9 +83,10 @@ def test_lora_is_never_slower_than_full_fine_tuning_of_the_same_rows(gpu: Gpu) -
 def test_what_is_published_agrees_from_4b_parameters_on() -> None:
     """Of steps published with LoRA and with full fine-tuning, LoRA is slower in few, all of smaller models."""
     steps = defaultdict(lambda: defaultdict(list))
-    for rate in published_rates():
-        settings = replace(rate.job, technique="full", lora_rank=8, target_modules=(), precision="bf16")
-        steps[rate.architecture, rate.gpu, rate.source, settings][rate.job.technique].append(rate.tokens_per_s)
+    for run in published_runs():
+        settings = replace(run.jobs[0], technique="full", lora_rank=8, target_modules=(), precision="bf16")
+        key = run.architecture, run.cluster.gpus[0], run.source, settings
+        steps[key][run.jobs[0].technique].append(run.tokens_per_s)
     both = {key: rates for key, rates in steps.items() if {"lora", "full"} <= rates.keys()}
     slower = [key for key, rates in both.items() if median(rates["lora"]) < median(rates["full"])]
     assert (len(slower), len(both)) == (10, 47)
@@ -112,9 +126,9 @@ def test_the_best_published_run_of_its_kind_gives_the_second_figure() -> None:
     plan, same = (
         make_plan(qwen, each, Cluster((H100,)), {}) for each in (job, replace(job, kernels="fused", lora_rank=16))
     )
-    assert best.source == "automodel"
+    assert best["source"] == "automodel"
     assert plan.tokens_per_s < plan.tokens_per_s_best
-    assert same.tokens_per_s_best == pytest.approx(best.tokens_per_s, rel=0.01)  # the very run
+    assert same.tokens_per_s_best == pytest.approx(best["tokens_per_s"], rel=0.01)  # the very run
 
 
 def test_where_nothing_is_published_there_is_no_second_figure_and_it_is_said() -> None:

@@ -27,9 +27,8 @@ from common.models.quantization import (
 )
 from common.models.trained_weights import add_lora, parameter_counts
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, job_of_run
 from common.planning.memory_plan import device_memory
-from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
 from common.training.optimizers import make_optimizer
 from tests.unit.toys import tiny_shape

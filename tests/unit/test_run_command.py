@@ -11,13 +11,13 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_folder
-from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options, techniques_asked
+from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options, techniques_asked
 from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
-from common.planning.job import ALL_LINEAR, Job
-from common.planning.plans import Plan, ranked_plans
-from common.planning.run_jobs import job_of_run
+from common.planning.job import ALL_LINEAR, Job, job_of_run
+from common.planning.plans import Plan
+from common.planning.ranking import ranked_plans
 
 QUESTIONS = (
     "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --attention flash",
@@ -35,8 +35,8 @@ def plans_of(question: str) -> list[Plan]:
     architecture = read_architecture(options.model, classes=options.classes)
     job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     return ranked_plans(
-        architecture, job, cluster_of(options), techniques_asked(options),
-        (options.parallel,) if options.parallel else None, None, {},
+        architecture, job, cluster_of(options), {}, techniques_asked(options),
+        (options.parallel,) if options.parallel else None,
     )  # fmt: skip
 
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from bench.published import published_runs
 from common.base.run_config import RunConfig
 from common.hardware.devices import CPU_DEVICE, cpu_device, find_gpu
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.job import ALL_LINEAR, BatchShape, Job
 from common.planning.plans import make_plan
-from common.planning.published_rates import published_rates
 from common.planning.shares import part_of_rank, whole_model
 from common.planning.step_speed import StepFlops
 from common.planning.time_plan import (
@@ -161,8 +161,8 @@ def test_accumulation_sends_and_updates_once_for_several_micro_batches(parallel:
 @pytest.mark.parametrize(("precision", "rows", "rows_per_s"), [("fp32", 8, 33.36), ("fp16-mixed", 16, 125.44)])
 def test_fp32_is_slower_than_half_precision_as_published(precision: str, rows: int, rows_per_s: float) -> None:
     """BERT-large on a V100: 33.36 rows of 128 tokens per second, and 125.44 (NVIDIA's DeepLearningExamples)."""
-    bert = next(rate for rate in published_rates() if rate.source == "nvidia-bert")
-    job = replace(bert.job, batch=BatchShape(rows, 128, 128), precision=precision)
+    bert = next(rate for rate in published_runs() if rate.source == "nvidia-bert")
+    job = replace(bert.jobs[0], batch=BatchShape(rows, 128, 128), precision=precision)
     plan = make_plan(bert.architecture, job, Cluster((V100,)), {})
     assert plan.tokens_per_s == pytest.approx(rows_per_s * 128, rel=0.35)
 
