@@ -9,8 +9,9 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.base.paths import REPOSITORY, find_here
@@ -48,6 +49,21 @@ class UnknownArchitectureError(BadInputError):
     """The closed form does not know a model's architecture; the dry run may."""
 
 
+class Block(StrEnum):
+    """A part of a layer."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+
+
+class StackKind(StrEnum):
+    """What layers attend to: tokens so far, all tokens, or tokens so far and an encoder's output."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    CROSS_DECODER = "cross-decoder"
+
+
 @dataclass(frozen=True)
 class Linear:
     """One linear projection, of shape (outputs, inputs).
@@ -63,14 +79,19 @@ class Linear:
     inputs: int
     outputs: int
     bias: bool = False
-    block: Literal["attention", "mlp"] = "attention"
+    block: Block = Block.ATTENTION
     ends_block: bool = False
     reads_encoder: bool = False
 
     @property
+    def weights(self) -> int:
+        """Without biases."""
+        return self.inputs * self.outputs
+
+    @property
     def parameters(self) -> int:
         """Weights and biases."""
-        return self.outputs * (self.inputs + self.bias)
+        return self.weights + self.outputs * self.bias
 
     def lora_parameters(self, rank: int) -> int:
         """Return how many parameters an adapter has: matrices of shape (rank, inputs) and (outputs, rank)."""
@@ -82,12 +103,11 @@ class Stack:
     """Layers of one kind, one after the other.
 
     Attributes:
-        kind: Layers of a `cross-decoder` also attend to an encoder's output.
         linears: The projections of one layer.
         norm_parameters: Parameters of one layer's norms.
     """
 
-    kind: Literal["decoder", "encoder", "cross-decoder"]
+    kind: StackKind
     layers: int
     linears: tuple[Linear, ...]
     norm_parameters: int
@@ -95,7 +115,7 @@ class Stack:
     @property
     def matrix_weights(self) -> int:
         """Weights of one layer's projections, without their biases."""
-        return sum(linear.inputs * linear.outputs for linear in self.linears)
+        return sum(linear.weights for linear in self.linears)
 
     @property
     def layer_parameters(self) -> int:
@@ -139,6 +159,16 @@ class Architecture:
     def family(self) -> "Family":
         """What it shares with all models of its type."""
         return FAMILIES.get(self.model_type) or TOWERS[self.model_type]
+
+    @property
+    def query_size(self) -> int:
+        """Of a token's queries in all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Of its keys, or its values."""
+        return self.kv_heads * self.head_dim
 
     @property
     def head_parameters(self) -> int:
@@ -525,9 +555,9 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         Linear("k_proj", hidden, keys, biased),
         Linear("v_proj", hidden, keys, biased),
         Linear("o_proj", queries, hidden, config.get("attention_bias", False), ends_block=True),
-        Linear("gate_proj", hidden, wide, mlp_biased, "mlp"),
-        Linear("up_proj", hidden, wide, mlp_biased, "mlp"),
-        Linear("down_proj", wide, hidden, mlp_biased, "mlp", ends_block=True),
+        Linear("gate_proj", hidden, wide, mlp_biased, Block.MLP),
+        Linear("up_proj", hidden, wide, mlp_biased, Block.MLP),
+        Linear("down_proj", wide, hidden, mlp_biased, Block.MLP, ends_block=True),
     )
     norms = 2 * hidden + (2 * head_dim if FAMILIES[kind].normalizes_queries else 0)
     return Architecture(
@@ -542,7 +572,7 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         max_length=reach_of_positions(
             kind, config["max_position_embeddings"], config.get("rope_parameters") or config.get("rope_scaling")
         ),
-        stacks=(Stack("decoder", config["num_hidden_layers"], linears, norms),),
+        stacks=(Stack(StackKind.DECODER, config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=0,
         final_parameters=hidden,
@@ -555,8 +585,8 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
     linears = (
         *(Linear(part, hidden, hidden, True) for part in ("query", "key", "value")),
         Linear("attention.output.dense", hidden, hidden, True, ends_block=True),
-        Linear("intermediate.dense", hidden, wide, True, "mlp"),
-        Linear("output.dense", wide, hidden, True, "mlp", ends_block=True),
+        Linear("intermediate.dense", hidden, wide, True, Block.MLP),
+        Linear("output.dense", wide, hidden, True, Block.MLP, ends_block=True),
     )
     return Architecture(
         name=name,
@@ -568,7 +598,7 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=hidden // config["num_attention_heads"],
         vocab=config["vocab_size"],
         max_length=reach_of_positions(kind, config["max_position_embeddings"]),
-        stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
+        stacks=(Stack(StackKind.ENCODER, config["num_hidden_layers"], linears, 4 * hidden),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=(config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden,
         final_parameters=hidden * (hidden + 1) + 2 * hidden + config["vocab_size"],  # dense, norm, the head's bias
@@ -583,9 +613,12 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
     attention.append(Linear("out_proj", hidden, hidden, True, ends_block=True))
     cross_attention = [replace(linear, reads_encoder=linear.name in ("k_proj", "v_proj")) for linear in attention]
 
-    def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: list[Linear]) -> Stack:
+    def stack(kind: StackKind, side: str, attentions: list[Linear]) -> Stack:
         wide, norms = config[f"{side}_ffn_dim"], len(attentions) // len(attention) + 1
-        mlp = Linear("fc1", hidden, wide, True, "mlp"), Linear("fc2", wide, hidden, True, "mlp", ends_block=True)
+        mlp = (
+            Linear("fc1", hidden, wide, True, Block.MLP),
+            Linear("fc2", wide, hidden, True, Block.MLP, ends_block=True),
+        )
         return Stack(kind, config[f"{side}_layers"], (*attentions, *mlp), 2 * hidden * norms)
 
     return Architecture(
@@ -598,7 +631,10 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=hidden // config["decoder_attention_heads"],
         vocab=vocab,
         max_length=positions,
-        stacks=(stack("encoder", "encoder", attention), stack("cross-decoder", "decoder", attention + cross_attention)),
+        stacks=(
+            stack(StackKind.ENCODER, "encoder", attention),
+            stack(StackKind.CROSS_DECODER, "decoder", attention + cross_attention),
+        ),
         embedding_parameters=vocab * hidden,
         other_embedding_parameters=2 * ((positions + 2) * hidden + 2 * hidden),  # BART's positions start at 2
         final_parameters=0,
@@ -625,8 +661,8 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
     linears = (
         *(Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj")),
         Linear("out_proj", hidden, hidden, True, ends_block=True),
-        Linear("fc1", hidden, wide, True, "mlp"),
-        Linear("fc2", wide, hidden, True, "mlp", ends_block=True),
+        Linear("fc1", hidden, wide, True, Block.MLP),
+        Linear("fc2", wide, hidden, True, Block.MLP, ends_block=True),
     )
     return Architecture(
         name=f"{name}'s vision tower",
@@ -638,7 +674,7 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=hidden // heads,
         vocab=0,
         max_length=patches,
-        stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
+        stacks=(Stack(StackKind.ENCODER, config["num_hidden_layers"], linears, 4 * hidden),),
         embedding_parameters=0,
         other_embedding_parameters=(numbers + 1 + patches) * hidden,
         final_parameters=2 * hidden,

@@ -9,7 +9,7 @@ from common.planning.job import Job
 from common.planning.memory_plan import DeviceMemory, device_memory
 from common.planning.shares import Share, part_of_rank
 from common.planning.step_speed import generation_of
-from common.planning.terms import Term, size_of, where
+from common.planning.terms import Part, Term, size_of, where
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
@@ -17,7 +17,7 @@ CONTEXT_GIB = 0.3
 # PyTorch's allocator asks CUDA for multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp: `kRoundLarge`)
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
-PASSING_PARTS = ("activations", "logits", "gradients")
+PASSING_PARTS = (Part.ACTIVATIONS, Part.LOGITS, Part.GRADIENTS)
 # per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_memory.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
@@ -49,29 +49,34 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     if gpu.name == CPU_DEVICE:
         what = "process: Python, PyTorch, libraries, data"
         if gpu.process_gib:
-            return [Term("overhead", what, "measured", (gpu.process_gib + CPU_LATER_GIB) * GIB)]
+            return [Term(Part.OVERHEAD, what, "measured", (gpu.process_gib + CPU_LATER_GIB) * GIB)]
         parts = (
             (True, what, CPU_PROCESS_GIB),
             (job.batch.tiles, "process: what opens pictures, and these", CPU_PICTURES_GIB),
             (job.batch.goal.compares, "process: freed blocks that it keeps", CPU_PAIRS_GIB),
         )
-        return [Term("overhead", what, "measured elsewhere", gib * GIB) for holds, what, gib in parts if holds]
+        return [Term(Part.OVERHEAD, what, "measured elsewhere", gib * GIB) for holds, what, gib in parts if holds]
     workspace = generation_of(gpu).workspace_gib
     passing = passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
     is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
     terms = where(
-        (True, Term("overhead", CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB)),
-        (True, Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB)),
-        (True, Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing)),
-        (is_eager, Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores)),
-        (has_ranks, Term("overhead", RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB)),
+        (True, Term(Part.OVERHEAD, CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB)),
+        (True, Term(Part.OVERHEAD, "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB)),
+        (
+            True,
+            Term(Part.OVERHEAD, "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
+        ),
+        (is_eager, Term(Part.OVERHEAD, "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores)),
+        (has_ranks, Term(Part.OVERHEAD, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB)),
     )
     # where there is no room the allocator gives free blocks back
     room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
     apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
-    return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
+    return terms + where(
+        (apart, Term(Part.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart))
+    )
 
 
 def blocks_apart(memory: DeviceMemory) -> float:

@@ -11,7 +11,7 @@ from common.planning.shares import (
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import Term, where
+from common.planning.terms import Part, Term, where
 
 LITTLE_BYTES = GIB
 """A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
@@ -38,7 +38,7 @@ def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[st
     """Return, by phase, the summands of the fullest machine's own memory, beside what its programs take."""
     offload = offloaded(architecture, job, machines)
     return {
-        "loading": [*(term for term in offload if term.part == "weights"), _being_read(architecture, job, machines)],
+        "loading": [*(term for term in offload if term.part == Part.WEIGHTS), _being_read(architecture, job, machines)],
         "training": [*offload, *staged(architecture, job, machines)],
         "saving": _being_written(architecture, job, machines),
         "merging": _being_merged(architecture, job, machines),
@@ -53,7 +53,7 @@ def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
     parts = (job.shard_ranks if sharing.uses_fsdp else job.devices) if reads_parts else 1
     formula = f"{ranks} x {count:,} x {job.weight_bytes} bytes" + (f" / {parts} ranks" if parts > 1 else "")
     what = "largest weight, each rank's own part" if parts > 1 else "largest weight on each rank"
-    return Term("weights", what, formula, ranks * count * job.weight_bytes / parts)
+    return Term(Part.WEIGHTS, what, formula, ranks * count * job.weight_bytes / parts)
 
 
 def _being_written(architecture: Architecture, job: Job, machines: int) -> list[Term]:
@@ -65,8 +65,8 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> list[
         return [_stages(count, each, job, machines, job.devices)]
     if sharing.shards_weights or sharing.splits_matrices:
         size = file_bytes(count * each)
-        return [Term("weights", "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
-    return [Term("weights", "one file's weights", "at most 50 GB", min(count * each, PLAIN_FILE_BYTES))]
+        return [Term(Part.WEIGHTS, "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
+    return [Term(Part.WEIGHTS, "one file's weights", "at most 50 GB", min(count * each, PLAIN_FILE_BYTES))]
 
 
 def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
@@ -80,8 +80,8 @@ def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[T
     if job.method.quantizes:  # merged on the host where the GPU has no room; with one rank (2.3) into both bases
         models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
         formula = f"{models} x {weights:,} x {each} bytes"
-        return [Term("weights", f"merged weights{of_both}", formula, models * weights * each)]
-    return [Term("weights", "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
+        return [Term(Part.WEIGHTS, f"merged weights{of_both}", formula, models * weights * each)]
+    return [Term(Part.WEIGHTS, "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
 
 
 def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host: bool = False) -> Term:
@@ -91,9 +91,9 @@ def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host
     """
     here, stage_bytes = min(job.devices // machines, stages), count * each / stages
     if on_host:
-        return Term("weights", "merged stages", f"{here} x {count:,} x {each} bytes / {stages}", here * stage_bytes)
+        return Term(Part.WEIGHTS, "merged stages", f"{here} x {count:,} x {each} bytes / {stages}", here * stage_bytes)
     size = min(file_bytes(int(stage_bytes)), stage_bytes)
-    return Term("weights", "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
+    return Term(Part.WEIGHTS, "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:
@@ -102,14 +102,14 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
         return []
     weights, trained = _counts(architecture, job)
     if job.parallelism.uses_deepspeed:
-        terms = [("optimizer", "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
+        terms = [(Part.OPTIMIZER, "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
         if job.parallelism.shards_weights:
-            terms.append(("weights", "weights", weights, job.weight_bytes))
+            terms.append((Part.WEIGHTS, "weights", weights, job.weight_bytes))
     else:
         terms = [
-            ("optimizer", "optimizer states", trained, _state_bytes(job)),
-            ("weights", "weights", weights, job.weight_bytes),
-            ("gradients", "gradients", trained, job.trained_bytes),
+            (Part.OPTIMIZER, "optimizer states", trained, _state_bytes(job)),
+            (Part.WEIGHTS, "weights", weights, job.weight_bytes),
+            (Part.GRADIENTS, "gradients", trained, job.trained_bytes),
         ]
     return [_shards(*term, job, machines) for term in terms]
 
@@ -124,10 +124,10 @@ def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
         return []
     what = "of the vision tower"
     return where(
-        (True, _shards("weights", "copy of the weights that are saved", trained, job.trained_bytes, job, machines)),
-        (of_tower, _shards("weights", f"the same {what}", of_tower, job.weight_bytes, job, machines)),
-        (True, _shards("optimizer", "copy of their optimizer states", trained, state, job, machines)),
-        (of_tower, _shards("optimizer", f"the same {what}", of_tower, tower_state, job, machines)),
+        (True, _shards(Part.WEIGHTS, "copy of the weights that are saved", trained, job.trained_bytes, job, machines)),
+        (of_tower, _shards(Part.WEIGHTS, f"the same {what}", of_tower, job.weight_bytes, job, machines)),
+        (True, _shards(Part.OPTIMIZER, "copy of their optimizer states", trained, state, job, machines)),
+        (of_tower, _shards(Part.OPTIMIZER, f"the same {what}", of_tower, tower_state, job, machines)),
     )
 
 
@@ -144,7 +144,7 @@ def _state_bytes(job: Job, weight_bytes: int = 0) -> float:
     return 2 * (weight_bytes or job.trained_bytes) if states is None else states
 
 
-def _shards(part: str, what: str, count: int, each: float, job: Job, machines: int) -> Term:
+def _shards(part: Part, what: str, count: int, each: float, job: Job, machines: int) -> Term:
     """Return what the ranks of one machine hold of `count` numbers; one of them, of what is not divided among ranks."""
     if not (job.parallelism.shards or job.parallelism.splits_matrices):
         return Term(part, what, f"{count:,} x {each:g} bytes", count * each)

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Term, activations, numbers, times_each, where
+from common.planning.terms import Part, Term, activations, numbers, times_each, where
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,34 @@ class LayerActivations:
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
-        architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
-        x, full = self.hidden_bytes, self.job.trains_all
-        count = 3 if stack.kind == "cross-decoder" else 2
+        architecture, t, full, x = (
+            self.architecture,
+            self.batch.tokens_in(stack),
+            self.job.trains_all,
+            self.hidden_bytes,
+        )
+        count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
         size = count * t * architecture.hidden
-        if not family.is_llama_like:
+        if not architecture.family.is_llama_like:
             return [activations("inputs of the layer norms", f"{count} T H 4", size * 4)]
         heads_size = t * (architecture.heads + architecture.kv_heads) * architecture.head_dim * (4 + x * full)
-        return where(
-            (True, activations("inputs of the norms in fp32", f"{count} T H 4", size * 4)),
-            (full, activations("normalized, for the norms' weights", f"{count} T H x", size * x)),
-            (family.normalizes_queries, activations("norms of queries and keys", "T (Q + K) (4 + x)", heads_size)),
-        )
+        of_heads = activations("norms of queries and keys", "T (Q + K) (4 + x)", heads_size)
+        return [
+            activations("inputs of the norms in fp32", f"{count} T H 4", size * 4),
+            activations("normalized, for the norms' weights", f"{count} T H x", size * x * full),
+            *where((architecture.family.normalizes_queries, of_heads)),
+        ]
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
         trained = [linear for linear in stack.linears if not linear.ends_block and self._keeps_input(linear)]
-        blocks = {linear.block for linear in trained}
         of_encoder = sum(linear.reads_encoder for linear in trained)
         if self.casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
             copies = len(trained) - of_encoder
         else:  # projections of a block read the same norm, and the encoder's output is there for all layers
-            copies, of_encoder = len(blocks) + (stack.kind == "cross-decoder" and "attention" in blocks), 0
+            blocks = {linear.block for linear in trained}
+            attends_encoder = stack.kind == StackKind.CROSS_DECODER and Block.ATTENTION in blocks
+            copies, of_encoder = len(blocks) + attends_encoder, 0
         tokens = copies * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
         formula = f"{copies} T H a" + (f" + {of_encoder} TE H a" if of_encoder else "")
         size = tokens * self.architecture.hidden * self.job.arithmetic_bytes
@@ -77,76 +83,67 @@ class LayerActivations:
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
         architecture, job, rows, a = self.architecture, self.job, self.batch.sequences, self.job.arithmetic_bytes
-        q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+        heads, q, k = architecture.heads, architecture.query_size, architecture.key_size
         s, te = ("S", "T") if asking == asked else ("E", "TE")
         eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
         keys, in_words = (2 * q, "2 Q") if eager or masked else (2 * k, "2 K")  # repeated for each head, or not
-        pairs, t = rows * asking * asked, rows * asking
+        pairs, t, scores = rows * asking * asked, rows * asking, f"B heads S {s}"
         each = 4 + (a if a < 4 else 0)
-        dropped = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
-        scores = f"B heads S {s}"
-        return where(
-            (
-                True,
-                activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
-            ),
-            (True, activations("result of attention", "T Q a", t * q * a)),
-            (eager, activations("attention scores", f"{scores} {each}", pairs * architecture.heads * each)),
-            (
-                eager and architecture.dropout,
-                activations("dropout of the scores", f"{scores} {dropped}", pairs * architecture.heads * dropped),
-            ),
-            (not eager, activations("attention's normalizers in fp32", "T heads 4", t * architecture.heads * 4)),
-            (masked, activations("mask in the arithmetic's format", f"B S {s} a", pairs * a)),
-        )
+        dropped = ((4 if job.cpu_operations else 1) + (4 if a == 4 else 0)) * bool(architecture.dropout)
+        of_scores = [
+            activations("attention scores", f"{scores} {each}", pairs * heads * each),
+            activations("dropout of the scores", f"{scores} {dropped}", pairs * heads * dropped),
+        ]
+        return [
+            activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
+            activations("result of attention", "T Q a", t * q * a),
+            *(of_scores if eager else [activations("attention's normalizers in fp32", "T heads 4", t * heads * 4)]),
+            *where((masked, activations("mask in the arithmetic's format", f"B S {s} a", pairs * a))),
+        ]
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
         """Return what PyTorch keeps where it has no fused attention: with dropout, on a CPU, in fp32.
 
         (aten/src/ATen/native/transformers/attention.cpp: `_scaled_dot_product_attention_math`.)
         """
-        architecture, job, t = self.architecture, self.job, self.batch.tokens
-        q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
-        scores = self.batch.sequences * architecture.heads * self.batch.length**2
-        keeps_result = any(
-            job.trains(linear) or job.adapts(linear)
-            for linear in stack.linears
-            if linear.ends_block and linear.block == "attention"
-        )
-        return where(
-            (True, activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4)),
-            (True, activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12)),
-            (keeps_result, activations("result of attention", "T Q a", t * q * a)),
-        )
+        t, q = self.batch.tokens, self.architecture.query_size
+        scores = self.batch.sequences * self.architecture.heads * self.batch.length**2
+        last = [linear for linear in stack.linears if linear.ends_block and linear.block == Block.ATTENTION]
+        keeps_result = any(self.job.trains(linear) or self.job.adapts(linear) for linear in last)
+        return [
+            activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4),
+            activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12),
+            *where((keeps_result, activations("result of attention", "T Q a", t * q * self.job.arithmetic_bytes))),
+        ]
 
     def mlp(self, stack: Stack) -> list[Term]:
         """Return what the MLP keeps between its matrices."""
-        architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
-        keeps_result = any(
-            self._keeps_input(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"
-        )
-        if architecture.family.is_llama_like:
+        last = [linear for linear in stack.linears if linear.ends_block and linear.block == Block.MLP]
+        keeps_result = any(self._keeps_input(linear) for linear in last)
+        if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
-        size = count * t * architecture.intermediate * job.arithmetic_bytes
-        return [activations(what, f"{count} T I a", size)]
+        numbers_of_mlp = count * self.batch.tokens_in(stack) * self.architecture.intermediate
+        return [activations(what, f"{count} T I a", numbers_of_mlp * self.job.arithmetic_bytes)]
 
     def _dropouts(self, stack: Stack) -> list[Term]:
-        count = 3 if stack.kind == "cross-decoder" else 2
+        count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
         bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
         size = count * self.batch.tokens_in(stack) * self.architecture.hidden * bytes_each
         return where((self.architecture.dropout, activations("dropout masks", f"{count} T H{letter}", size)))
 
     def _adapters(self, stack: Stack) -> list[Term]:
-        job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
+        job, a = self.job, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        if not adapted:
+            return []
         copied = [linear for linear in adapted if self._copies_adapters_input(linear)]
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
             (linear.block, linear.ends_block): linear
             for linear in adapted
-            if linear not in copied and not (linear.ends_block and linear.block == "attention")
+            if linear not in copied and not (linear.ends_block and linear.block == Block.ATTENTION)
         }
         kept = [*copied, *(linear for linear in shared.values() if not self._keeps_input(linear))]
 
@@ -154,18 +151,18 @@ class LayerActivations:
             """Return how many numbers of these widths all tokens have, and the formula."""
             own = sum(width for linear, width in widths if not linear.reads_encoder)
             of_encoder = sum(width for linear, width in widths if linear.reads_encoder)
-            count = own * batch.tokens_in(stack) + of_encoder * batch.tokens
+            count = own * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
             return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
         each = a if job.loop.autocasts else job.trained_bytes  # without autocast adapters compute in their own format
         inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
         masks, masks_formula = of_tokens([(linear, linear.inputs * self._mask_bytes(linear)) for linear in adapted])
         between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
-        return where(
-            (adapted, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
-            (job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks)),
-            (adapted, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
-        )
+        return [
+            activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each),
+            *where((job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks))),
+            activations("between the adapters' matrices", f"({between_formula}) a", between * a),
+        ]
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
         """Whether an adapter keeps a copy of its input, which dropout or a cast made."""
@@ -187,10 +184,9 @@ class LayerActivations:
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
-        count = sum(linear.inputs * linear.outputs for linear in linears)
-        is_cast = count and self.job.autocasts and not self.job.method.quantizes
-        copies = numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)
-        return where((is_cast, copies))
+        count = sum(linear.weights for linear in linears)
+        copies = numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)
+        return where((count and self.job.autocasts and not self.job.method.quantizes, copies))
 
 
 def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:
@@ -198,7 +194,7 @@ def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, 
 
     Its input, the sum with the attention's result, and the norm of that; then what the MLP makes of it.
     """
-    a, of_mlp = job.arithmetic_bytes, 3 if architecture.family.is_llama_like else 2
-    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * a
+    of_mlp = 3 if architecture.family.is_llama_like else 2
+    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * job.arithmetic_bytes
     size = tokens * (4 * hidden + of_mlp * width)
     return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", size)

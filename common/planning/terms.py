@@ -2,23 +2,32 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from common.hardware.devices import GIB
 
-# parts of allocated memory; `overhead` comes on top
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+
+class Part(StrEnum):
+    """What a summand is for; the overhead comes on top of what PyTorch allocates."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    BUFFERS = "buffers"
+    OVERHEAD = "overhead"
+
+
+PARTS = tuple(part for part in Part if part != Part.OVERHEAD)
+"""Those of allocated memory."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a device's memory.
+    """One summand of a device's memory: `count` bytes. Those without bytes are never printed."""
 
-    Attributes:
-        part: One of `PARTS`, or `overhead`.
-        count: Bytes.
-    """
-
-    part: str
+    part: Part
     what: str
     formula: str
     count: float
@@ -36,10 +45,10 @@ def size_of(terms: Iterable[Term]) -> float:
 
 def activations(what: str, formula: str, count: float) -> Term:
     """Return a summand of the activations."""
-    return Term("activations", what, formula, count)
+    return Term(Part.ACTIVATIONS, what, formula, count)
 
 
-def numbers(part: str, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
+def numbers(part: Part, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
     """Return the summand of `count` numbers of so many bytes each, divided among `ranks`."""
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     return Term(part, what, f"{count:,} x {bytes_each:g} bytes{shared}", count * bytes_each / ranks)

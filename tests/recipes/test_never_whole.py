@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from common.hardware.devices import GIB, MIB
-from common.planning.memory_plan import FSDP_GATHERED_IN_FORWARD
 from common.planning.phases import PHASES, TRAINING
+from common.planning.resident import FSDP_GATHERED_IN_FORWARD
 from tests.fixtures import Trained
 from tests.recipes.deep import save_deep_decoder, save_deep_encoder
 from tests.recipes.folders import CLASSIFICATION, PP, SHARDED
