@@ -24,7 +24,7 @@ from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
-from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture, usual_tiles
+from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import (
     OPTIMIZER_BYTES,
@@ -35,6 +35,7 @@ from common.planning.job import (
     Precision,
     Quantization,
 )
+from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plans import (
     DEFAULT_ROWS_PER_EPOCH,

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu, find_gpu
-from common.planning.architectures import FAMILIES, LARGEST_SIZE, Architecture
+from common.planning.architectures import FAMILIES, Architecture
 from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory
+from common.planning.model_configs import LARGEST_SIZE
 from common.planning.shares import whole_model
 
 MEMORY_PATH = REPOSITORY / "assets" / "published_memory.json"

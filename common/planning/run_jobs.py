@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from common.base.run_config import RunConfig
-from common.planning.architectures import Architecture, read_architecture, usual_tiles
+from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
+from common.planning.model_configs import usual_tiles
 
 
 def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:

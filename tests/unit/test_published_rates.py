@@ -8,8 +8,9 @@ from statistics import median
 import pytest
 
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
-from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
+from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
+from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.plans import make_plan
 from common.planning.published_rates import best_published, evidence, excluded_rates, published_rates
 from common.planning.shares import whole_model
