@@ -3,11 +3,12 @@
 from functools import cached_property
 
 from common.planning.architectures import Architecture, Stack
-from common.planning.job import LEVEL_TABLE_BYTES, OPTIMIZER_BYTES, QUANTIZED_BYTES, QUANTIZED_NUMBER_BYTES, Job
+from common.planning.job import LEVEL_TABLE_BYTES, QUANTIZED_BYTES, QUANTIZED_NUMBER_BYTES, Job
 from common.planning.shares import (
     Share,
     parameters_of,
     small_adapter_weights,
+    state_bytes,
     tower_parameters,
     trained_of_layer,
     trained_parameters,
@@ -111,17 +112,16 @@ class Resident:
 
         (deepspeed/runtime/zero/stage_1_and_2.py: `single_partition_of_fp32_groups`.)
         """
-        job, states = self.job, OPTIMIZER_BYTES[self.job.optimizer]
+        job = self.job
         if job.offload:
             return []  # they are in the host's memory
         keeps_copy = job.parallelism.uses_deepspeed
-        state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
+        each, tower_each = state_bytes(job, 4 if keeps_copy else job.trained_bytes), state_bytes(job, job.weight_bytes)
         small = small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) * ("8bit" in job.optimizer)
         large, ranks = self.trained - small, job.shard_ranks
-        tower_bytes, of_tower = 2 * job.weight_bytes if states is None else states, self.trained_of_tower
         return [
-            numbers(Part.OPTIMIZER, "momentum and variance of the vision tower", of_tower, tower_bytes),
-            numbers(Part.OPTIMIZER, "momentum and variance", large, state_bytes, ranks),
+            numbers(Part.OPTIMIZER, "momentum and variance of the vision tower", self.trained_of_tower, tower_each),
+            numbers(Part.OPTIMIZER, "momentum and variance", large, each, ranks),
             numbers(Part.OPTIMIZER, "momentum and variance of small matrices", small, 8, ranks),
             numbers(Part.OPTIMIZER, "fp32 copy of the weights", self.trained * keeps_copy, 4, ranks),
         ]

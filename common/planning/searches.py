@@ -1,13 +1,14 @@
 """Searches for the number at which an answer changes."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 
 def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
-    """Return the largest number up to `most` for which `holds`; 0 where it holds for none.
+    """Return the largest number up to `most` for which `holds`, which is true up to it; 0 where it holds for none.
 
-    `holds` is true up to some number, and false above. It is asked at the guess first, then at twice the distance each
-    time (galloping), and last between the two that enclose the answer: a good guess takes two or three questions.
+    It is asked at the guess first, then at twice the distance each time (galloping), and last between the two that
+    enclose the answer: a good guess takes two or three questions.
     """
     low, high, distance = 0, most + 1, 1  # it holds for `low`, not for `high`
     at = min(max(guess, 1), most)
@@ -17,17 +18,11 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
         else:
             high, at = at, at - distance
         distance *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low + bisect_left(range(low + 1, high), True, key=lambda number: not holds(number))
 
 
 def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return about the smallest number from `low` to `high` for which `holds`, by halving ratios; None: for none.
-
-    `holds` is false up to some number, and true above.
-    """
+    """Return about the smallest number from `low` to `high` from which on it `holds`, by halving ratios; None: none."""
     if not holds(high):
         return None
     for _ in range(60):

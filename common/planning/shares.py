@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from common.base.specs import HasSpecs
 from common.planning.architectures import Architecture, Stack, slice_of_rank
-from common.planning.job import BatchShape, Job
+from common.planning.job import OPTIMIZER_BYTES, BatchShape, Job
 
 
 @dataclass(frozen=True)
@@ -135,3 +135,9 @@ def small_adapter_weights(architecture: Architecture, job: Job, share: Share, li
         for size in (job.lora_rank * linear.inputs, job.lora_rank * linear.outputs)
         if job.adapts(linear) and size < limit
     )
+
+
+def state_bytes(job: Job, weight_bytes: int) -> float:
+    """Return the bytes of the optimizer's states per trained weight of so many bytes."""
+    states = OPTIMIZER_BYTES[job.optimizer]
+    return 2 * weight_bytes if states is None else states
