@@ -3,9 +3,9 @@
     VRAM = weights + gradients + optimizer states + activations (+ logits, buffers, the GPU's own overhead)
 
 A step has several moments at which the most may be alive: when the loss is computed, when the first layer is back-
-propagated, when the optimizer steps. `DeviceSums.lifetimes` says what is alive in which; the highest moment is the
-peak. The activations' terms say what PyTorch's autograd keeps, operation by operation, as the dry run shows it (tests
-compare both over a grid).
+propagated, when the optimizer steps. `DeviceSums.lasting` and `at_work` say what is alive in which; the peak is the
+highest. The activations' terms say what PyTorch's autograd keeps, operation by operation, as the dry run shows it
+(tests compare both over a grid).
 
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, C those of a chunk, H
 hidden size, I the MLP's size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the
@@ -67,13 +67,9 @@ def between(first: Moment, last: Moment) -> list[Moment]:
     return moments[moments.index(first) : moments.index(last) + 1]
 
 
-Lifetime = tuple[list[Term], Container[Moment]]
-"""Terms, and the moments in which they are alive."""
 FORWARD_OF_LOSS = (Moment.LOSS_FORWARD, Moment.LOSS)
-OF_REFERENCE = (Moment.HEAD_FORWARD, Moment.REFERENCE_LAYER, Moment.REFERENCE_HEAD)
 OF_ENCODER = (Moment.DECODER_EMBEDDINGS_BACKWARD, Moment.ENCODER_BACKWARD)
 OF_TOWER = (Moment.TOWER_LAST_BACKWARD, Moment.TOWER_FIRST_BACKWARD)
-HEAD_AND_LOSS = between(Moment.HEAD_FORWARD, Moment.HEAD_BACKWARD)
 BACKWARD = between(Moment.LOSS, Moment.EMBEDDINGS_BACKWARD)
 
 
@@ -185,33 +181,20 @@ class DeviceSums(Resident):
 
     def alive(self) -> dict[Moment, list[Term]]:
         """Return the terms of each moment that the step has."""
-        absent, lifetimes = self.absent(), self.lifetimes()
+        lasting = self.lasting()
         return {
-            moment: [term for terms, moments in lifetimes if moment in moments for term in terms]
-            for moment in Moment
-            if moment not in absent
+            moment: [*(term for terms, moments in lasting if moment in moments for term in terms), *at_work]
+            for moment, at_work in self.at_work().items()
         }
 
-    def absent(self) -> set[Moment]:
-        """Return the moments that the step lacks."""
-        rows = (
-            (not self.tower, [Moment.TOWER_FORWARD]),
-            (not (self.tower and self.trained_of_tower), OF_TOWER),
-            (not self.job.batch.goal.compares, [Moment.HEAD_FORWARD]),
-            (not self.job.reads_reference, [Moment.REFERENCE_LAYER, Moment.REFERENCE_HEAD]),
-            (not self.splits_loss, [Moment.LOSS_FORWARD]),
-            (not self.is_encoder_decoder, OF_ENCODER),
-        )
-        return {moment for is_absent, moments in rows if is_absent for moment in moments}
-
-    def lifetimes(self) -> list[Lifetime]:
-        """Return what is alive in which moments; a moment that the step lacks is not asked for."""
-        last, first, when = self.stacks[-1][0], self.stacks[0][0], Moment
-        of_last_layer = self._head_gradients() + trained_of_layer(last, self.job)
-        gathered_more = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
-        return [
+    def lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
+        """Return what waits, and in which moments; those that the step lacks do not matter."""
+        when, of_last_layer = Moment, self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
+        of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
+        more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
+        rows = [
             (self.all_the_time, when),
-            (self.gathered(FSDP_GATHERED_LAYERS), gathered_more),
+            (self.gathered(FSDP_GATHERED_LAYERS), more_gathered),
             (self.gathered(FSDP_GATHERED_AT_LOSS), FORWARD_OF_LOSS),
             (self.scattered(), between(when.HEAD_BACKWARD, when.SUM_OF_TIED)),
             # gradients
@@ -220,68 +203,63 @@ class DeviceSums(Resident):
             (self._gradients_of_layers(), [when.FIRST_LAYER_BACKWARD, *OF_TOWER]),
             (self.gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
             # what waits for the backward pass
-            (self.layers_saved(), between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)),
+            (self.layers_saved(), of_layers),
             (self.layers_saved(one_left=not self.keeps_inputs), [when.FIRST_LAYER_BACKWARD]),
             (self.gradients_of_inputs(), [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
-            (self.saved_outside_layers, HEAD_AND_LOSS),
+            (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
             (self.embeddings_saved(self.stacks) + self.encoders_output(), [when.LAST_LAYER_BACKWARD]),
             (self.embeddings_saved(self.stacks[:1]), [when.FIRST_LAYER_BACKWARD]),
-            (self.waiting_outside_layers, between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)),
+            (self.waiting_outside_layers, of_layers),
             (self.waiting_outside_layers, between(when.FIRST_LAYER_BACKWARD, when.EMBEDDINGS_BACKWARD)),
             (self.tower_saved, [when.TOWER_FORWARD, when.LAST_LAYER_FORWARD]),
             (self.held_by_schedule(), [when.LAST_LAYER_BACKWARD, when.FIRST_LAYER_BACKWARD]),
-            # what is at work
-            (self._last_forward(last), [when.LAST_LAYER_FORWARD]),
-            (self.loss_forward(), [when.LOSS_FORWARD]),
-            (self.loss(), [when.LOSS]),
-            (self.head_backward(), [when.HEAD_BACKWARD]),
-            (self.layer_backward(last), [when.LAST_LAYER_BACKWARD]),
-            (self.layer_backward(first), [when.FIRST_LAYER_BACKWARD]),
-            (self.embeddings_backward(), [when.EMBEDDINGS_BACKWARD]),
-            (self.tied_gradient_received(), [when.SUM_OF_TIED]),
-            (self.optimizer_step(), [when.OPTIMIZER_STEP]),
-            *(self._lifetimes_of_encoder() if self.is_encoder_decoder else []),
-            *(self._lifetimes_of_tower(self.tower) if self.tower else []),
         ]
+        if self.is_encoder_decoder:  # the decoder is done, and all of the encoder is still to come
+            (encoder, _), (decoder, layers) = self.stacks
+            done = self._head_gradients() + layers * trained_of_layer(decoder, self.job)
+            what = "gradients of the head and the decoder"
+            rows += [
+                (self._gradients_so_far(done, what), [when.DECODER_EMBEDDINGS_BACKWARD]),
+                (self._gradients_so_far(done + trained_of_layer(encoder, self.job), what), [when.ENCODER_BACKWARD]),
+                (self._layers_kept(1, self.stacks[:1]) + self.embeddings_saved(self.stacks[:1]), OF_ENCODER),
+            ]
+        return rows
 
-    def _lifetimes_of_encoder(self) -> list[Lifetime]:
-        """Return those of an encoder-decoder when the decoder is done, and all of the encoder is still to come."""
-        (encoder, _), (decoder, layers) = self.stacks
-        done, what = (
-            self._head_gradients() + layers * trained_of_layer(decoder, self.job),
-            "gradients of the head and the decoder",
-        )
-        return [
-            (self._gradients_so_far(done, what), [Moment.DECODER_EMBEDDINGS_BACKWARD]),
-            (self._gradients_so_far(done + trained_of_layer(encoder, self.job), what), [Moment.ENCODER_BACKWARD]),
-            (self._layers_kept(1, self.stacks[:1]) + self.embeddings_saved(self.stacks[:1]), OF_ENCODER),
-            (self.embeddings_backward() + self.hidden_states(encoder), [Moment.DECODER_EMBEDDINGS_BACKWARD]),
-            (self.layer_backward(encoder), [Moment.ENCODER_BACKWARD]),
-        ]
-
-    def _lifetimes_of_tower(self, tower: TowerActivations) -> list[Lifetime]:
-        """Return those of a vision tower, which reads before the layers do, and is back-propagated after them."""
-        size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
-        embeddings = activations("embeddings of the text", "T H w", size)
-        gradient = where((self.job.trains_all, self._hidden_state("gradient of the embeddings' result")))
-        return [
-            ([*tower.forward(), embeddings], [Moment.TOWER_FORWARD]),
-            ([*gradient, *tower.layer_backward()], OF_TOWER),
-            (self.tower_saved, [Moment.TOWER_LAST_BACKWARD]),
-            (self._tower_gradients() + tower.saved(one_left=True), [Moment.TOWER_FIRST_BACKWARD]),
-        ]
+    def at_work(self) -> dict[Moment, list[Term]]:
+        """Return the moments that the step has, each with what is alive in it alone."""
+        last, first, tower, when = self.stacks[-1][0], self.stacks[0][0], self.tower, Moment
+        last_forward = [*self.adapter_casts(last), *self.hidden_states(last), *self._cached_copies()]
+        moments = {
+            when.LAST_LAYER_FORWARD: [*(tower.result() if tower else []), *last_forward],
+            when.LOSS: self.loss(),
+            when.HEAD_BACKWARD: self.head_backward(),
+            when.LAST_LAYER_BACKWARD: self.layer_backward(last),
+            when.FIRST_LAYER_BACKWARD: self.layer_backward(first),
+            when.EMBEDDINGS_BACKWARD: self.embeddings_backward(),
+            when.SUM_OF_TIED: self.tied_gradient_received(),
+            when.OPTIMIZER_STEP: self.optimizer_step(),
+        }
+        if self.splits_loss:
+            moments[when.LOSS_FORWARD] = self.loss_forward()
+        if self.is_encoder_decoder:
+            moments[when.DECODER_EMBEDDINGS_BACKWARD] = self.embeddings_backward() + self.hidden_states(first)
+            moments[when.ENCODER_BACKWARD] = self.layer_backward(first)
+        if tower:
+            size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
+            moments[when.TOWER_FORWARD] = [*tower.forward(), activations("embeddings of the text", "T H w", size)]
+        if tower and self.trained_of_tower:
+            gradient = where((self.job.trains_all, self._hidden_state("gradient of the embeddings' result")))
+            of_layer, first_left = [*gradient, *tower.layer_backward()], tower.saved(one_left=True)
+            moments[when.TOWER_LAST_BACKWARD] = [*of_layer, *self.tower_saved]
+            moments[when.TOWER_FIRST_BACKWARD] = [*of_layer, *self._tower_gradients(), *first_left]
+        return moments
 
     @property
     def all_the_time(self) -> list[Term]:
         """What is there in every moment of a step."""
-        pictures = self.tower.inputs() if self.tower else []
-        return [*self.between_steps, *self.summed(self.job.batch.tokens), *pictures]
-
-    def _last_forward(self, last: Stack) -> list[Term]:
-        """Return what the last layer's forward pass works on."""
-        of_tower = self.tower.result() if self.tower else []
-        return [*of_tower, *self.adapter_casts(last), *self.hidden_states(last), *self._cached_copies()]
+        images = self.tower.inputs() if self.tower else []
+        return [*self.between_steps, *self.summed(self.job.batch.tokens), *images]
 
     def blocks(self) -> float:
         """Return the bytes of all blocks of PyTorch's allocator, without gaps.

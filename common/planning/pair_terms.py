@@ -10,7 +10,7 @@ Letters as in `memory_plan`, and: P positions that the head reads, R of these an
 """
 
 from common.planning.layer_activations import widest_without_gradients
-from common.planning.memory_plan import DeviceSums, Lifetime, Moment
+from common.planning.memory_plan import DeviceSums, Moment
 from common.planning.shares import widest_matrix
 from common.planning.terms import Part, Term, activations, numbers, size_of, where
 
@@ -38,18 +38,17 @@ class PairSums(DeviceSums):
         """How many weights the head's matrix has."""
         return self.architecture.vocab * self.architecture.hidden
 
-    def lifetimes(self) -> list[Lifetime]:
-        """Return those of every step, and those before the backward pass: the head, and the reference's pass."""
-        a, reference = self.job.arithmetic_bytes, (Moment.REFERENCE_LAYER, Moment.REFERENCE_HEAD)
+    def at_work(self) -> dict[Moment, list[Term]]:
+        """Return the moments of every step, and those before the backward pass: the head, and the reference's pass."""
         head = self.loss_without_gradients(self.batch.sequences, self.batch.length, self.batch.labelled)
-        copy = numbers(Part.WEIGHTS, "autocast's copy of the widest matrix", widest_matrix(self.architecture), a)
-        layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
-        return [
-            *super().lifetimes(),
-            (self._head_inputs("inputs of the policy's head"), reference),
-            ([layer, *where((self.job.autocasts, copy))], [Moment.REFERENCE_LAYER]),
-            (head, [Moment.HEAD_FORWARD, Moment.REFERENCE_HEAD]),
-        ]
+        moments = {Moment.HEAD_FORWARD: head}
+        if self.job.reads_reference:
+            policy, a = self._head_inputs("inputs of the policy's head"), self.job.arithmetic_bytes
+            copy = numbers(Part.WEIGHTS, "autocast's copy of the widest matrix", widest_matrix(self.architecture), a)
+            layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
+            moments[Moment.REFERENCE_LAYER] = [policy, layer, *where((self.job.autocasts, copy))]
+            moments[Moment.REFERENCE_HEAD] = [policy, *head]
+        return moments | super().at_work()
 
     # -- the layers' backward pass
 
@@ -131,10 +130,10 @@ class PairSums(DeviceSums):
         of_inputs = 4 * self.positions * self.architecture.hidden
         of_matrix = numbers(Part.GRADIENTS, "gradient of the head's matrix, summed in fp32", self.matrix, 4)
         return [
-            *self._head_inputs("inputs of the head"),
+            self._head_inputs("inputs of the head"),
             activations("their gradients, summed in fp32", "P H 4", of_inputs),
             *where((self.trains_head, of_matrix)),
         ]
 
-    def _head_inputs(self, what: str) -> list[Term]:
-        return [activations(what, "P H x", self.hidden_size(self.positions))]
+    def _head_inputs(self, what: str) -> Term:
+        return activations(what, "P H x", self.hidden_size(self.positions))
