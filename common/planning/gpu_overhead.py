@@ -6,10 +6,10 @@ from functools import lru_cache
 from common.hardware.devices import CPU_DEVICE, GIB, Gpu
 from common.planning.architectures import Architecture
 from common.planning.job import Job
-from common.planning.memory_plan import DeviceMemory, device_memory
+from common.planning.memory_plan import device_memory
 from common.planning.shares import Share, part_of_rank
 from common.planning.step_speed import generation_of
-from common.planning.terms import Part, Term, size_of, where
+from common.planning.terms import DeviceMemory, Part, Term, size_of, where
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)

@@ -1,11 +1,11 @@
-"""What PyTorch's autograd keeps of one layer's forward pass, operation by operation."""
+"""What PyTorch's autograd keeps of one layer's forward pass, operation by operation, and its backward pass works on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Part, Term, activations, numbers, times_each, where
+from common.planning.terms import Part, Term, activations, numbers, size_of, times_each, where
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,68 @@ class LayerActivations:
         count = sum(linear.weights for linear in linears)
         copies = numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)
         return where((count and self.job.autocasts and not self.job.method.quantizes, copies))
+
+    # -- the backward pass
+
+    def backward(self, stack: Stack) -> list[Term]:
+        """Return what is alive only while one layer is back-propagated."""
+        again, a, count = self.job.gradient_checkpointing, self.job.arithmetic_bytes, self._gradients_within_mlp
+        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * a
+        working = [activations("gradients within the MLP", f"{count} T I a", size)]
+        if again:  # the forward pass comes again
+            working = max(working, self.adapter_casts(stack), key=size_of)
+        saved = self.saved(stack) if again else []
+        ways = [[*times_each(saved, 1, "computed again: "), *working, *self._score_gradients(stack, 4)]]
+        if again and self.job.attention == "eager":  # the MLP is done
+            before_mlp = [term for term in saved if term not in self.mlp(stack)]
+            ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
+        return [*max(ways, key=size_of), self.passing(stack)]
+
+    @property
+    def _gradients_within_mlp(self) -> int:
+        """How many there are at once, beside all that the MLP saved, which goes as its gradients come.
+
+        Adapters compute theirs in fp32, beside 16 bits. In a step on pairs, without dropout, those of an input that
+        base and adapter read are added up when it is gone; where hidden states are in fp32, they are fewer by then.
+        """
+        if not self.job.method.has_adapters:
+            return 1
+        if self.job.batch.goal.compares:
+            return 2 if self.hidden_bytes == 2 else 1
+        return 3 if self.architecture.family.is_llama_like and self.job.arithmetic_bytes == 2 else 1
+
+    def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
+        """Return the gradients of the attention scores, of the eager attention.
+
+        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
+        """
+        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.architecture.heads
+        size = each * self.batch.sequences * scores
+        term = activations("gradients of the attention scores", f"B heads S S {each}", size)
+        return where((self.job.attention == "eager", term))
+
+    def passing(self, stack: Stack) -> Term:
+        """Return what goes from layer to layer, or the gradients of it."""
+        size = 2 * self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
+        return activations("hidden states, or their gradients", "2 T H x", size)
+
+    def adapter_casts(self, stack: Stack) -> list[Term]:
+        """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
+
+        PEFT's cast makes an fp32 copy of any input, and dropout one more. Without that cast there is only what dropout
+        makes of an input that is in fp32 anyway.
+        """
+        job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
+        adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        if not adapted or not job.loop.autocasts or job.loop.short_adapters:
+            return []
+        dropped, casts = 4 if job.lora_dropout else 0, job.loop.casts_adapter_inputs
+        in_fp32 = [linear.inputs for linear in adapted if casts or self.has_wide_input(linear)]
+        widest, each = max(in_fp32, default=0), (4 + dropped if casts else dropped) if a < 4 else 0
+        return [
+            activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
+            activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
+        ]
 
 
 def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:

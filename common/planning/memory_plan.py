@@ -16,12 +16,11 @@ those of the text, which its cross attention reads, and TE = B x E.
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache, cached_property
 from pkgutil import resolve_name
 
-from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Stack, StackKind
 from common.planning.job import LOGITS_AT_ONCE, Job
 from common.planning.layer_activations import LayerActivations
@@ -35,7 +34,7 @@ from common.planning.shares import (
     trained_weight_bytes,
     trains_head,
 )
-from common.planning.terms import Part, Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each, where
 from common.planning.tower_activations import TowerActivations
 
 
@@ -71,47 +70,6 @@ FORWARD_OF_LOSS = (Moment.LOSS_FORWARD, Moment.LOSS)
 OF_ENCODER = (Moment.DECODER_EMBEDDINGS_BACKWARD, Moment.ENCODER_BACKWARD)
 OF_TOWER = (Moment.TOWER_LAST_BACKWARD, Moment.TOWER_FIRST_BACKWARD)
 BACKWARD = between(Moment.LOSS, Moment.EMBEDDINGS_BACKWARD)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What one device holds at its highest moment.
-
-    Attributes:
-        moment: Of a step a `Moment`; those of other phases have names of their own.
-        blocks: Bytes of the blocks that PyTorch's allocator comes to hold in the course of a step, without gaps between
-            them; 0: no more than at the highest moment.
-        spread: Bytes beyond the likely ones with which a GPU has enough.
-    """
-
-    moment: str
-    terms: tuple[Term, ...] = field(repr=False)
-    blocks: float = 0.0
-    spread: float = 0.0
-
-    @cached_property
-    def parts_gib(self) -> dict[str, float]:
-        """GiB by part."""
-        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
-
-    @property
-    def allocated_gib(self) -> float:
-        """What PyTorch would call peak allocated."""
-        return self.peak_gib - self.parts_gib[Part.OVERHEAD]
-
-    @property
-    def peak_gib(self) -> float:
-        """With the overhead: what `nvidia-smi` is likely to show."""
-        return sum(self.parts_gib.values())
-
-    @property
-    def safe_gib(self) -> float:
-        """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
-        return self.peak_gib + self.spread / GIB
-
-    def verdict_on(self, gpu: Gpu) -> str:
-        """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
-        return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"
 
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
@@ -153,7 +111,6 @@ class DeviceSums(Resident):
         self.is_llama_like = architecture.family.is_llama_like
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
-        self.saved_of_layer = cache(self.layer.saved)
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.tower_saved = self.tower.saved() if self.tower else []
         repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
@@ -229,13 +186,13 @@ class DeviceSums(Resident):
     def at_work(self) -> dict[Moment, list[Term]]:
         """Return the moments that the step has, each with what is alive in it alone."""
         last, first, tower, when = self.stacks[-1][0], self.stacks[0][0], self.tower, Moment
-        last_forward = [*self.adapter_casts(last), *self.hidden_states(last), *self._cached_copies()]
+        last_forward = [*self.layer.adapter_casts(last), self.layer.passing(last), *self._cached_copies()]
         moments = {
             when.LAST_LAYER_FORWARD: [*(tower.result() if tower else []), *last_forward],
             when.LOSS: self.loss(),
             when.HEAD_BACKWARD: self.head_backward(),
-            when.LAST_LAYER_BACKWARD: self.layer_backward(last),
-            when.FIRST_LAYER_BACKWARD: self.layer_backward(first),
+            when.LAST_LAYER_BACKWARD: self.layer.backward(last),
+            when.FIRST_LAYER_BACKWARD: self.layer.backward(first),
             when.EMBEDDINGS_BACKWARD: self.embeddings_backward(),
             when.SUM_OF_TIED: self.tied_gradient_received(),
             when.OPTIMIZER_STEP: self.optimizer_step(),
@@ -243,8 +200,8 @@ class DeviceSums(Resident):
         if self.splits_loss:
             moments[when.LOSS_FORWARD] = self.loss_forward()
         if self.is_encoder_decoder:
-            moments[when.DECODER_EMBEDDINGS_BACKWARD] = self.embeddings_backward() + self.hidden_states(first)
-            moments[when.ENCODER_BACKWARD] = self.layer_backward(first)
+            moments[when.DECODER_EMBEDDINGS_BACKWARD] = [*self.embeddings_backward(), self.layer.passing(first)]
+            moments[when.ENCODER_BACKWARD] = self.layer.backward(first)
         if tower:
             size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
             moments[when.TOWER_FORWARD] = [*tower.forward(), activations("embeddings of the text", "T H w", size)]
@@ -270,7 +227,7 @@ class DeviceSums(Resident):
         leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and the
         optimizer's lists then take their share.
         """
-        layer = max(size_of(self.layer_backward(stack)) for stack, _ in self.stacks)
+        layer = max(size_of(self.layer.backward(stack)) for stack, _ in self.stacks)
         loss = max(size_of(self.loss()), size_of(self.loss_forward()) if self.splits_loss else 0.0)
         left_behind = (layer + loss) * self.batch.padded
         updates = size_of(self.gradients()) + size_of(self.optimizer_step())
@@ -343,7 +300,7 @@ class DeviceSums(Resident):
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if self.job.gradient_checkpointing:
             return [self._hidden_state("layer input", stack)]
-        return self.saved_of_layer(stack)
+        return self.layer.saved(stack)
 
     def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x", times: int = 1) -> Term:
         """Return so many hidden states of all tokens, by default of those that the first stack reads."""
@@ -516,61 +473,7 @@ class DeviceSums(Resident):
         copy = Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)
         return where((is_cast and job.loop.autocasts, copy))
 
-    # -- the backward pass of a layer
-
-    def layer_backward(self, stack: Stack) -> list[Term]:
-        """Return what is alive only while one layer is back-propagated."""
-        again, a, count = self.job.gradient_checkpointing, self.job.arithmetic_bytes, self.gradients_within_mlp
-        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * a
-        passing = [activations("gradients within the MLP", f"{count} T I a", size)]
-        if again:  # the forward pass comes again
-            passing = max(passing, self.adapter_casts(stack), key=size_of)
-        saved = self.saved_of_layer(stack) if again else []
-        ways = [[*times_each(saved, 1, "computed again: "), *passing, *self._score_gradients(stack, 4)]]
-        if again and self.job.attention == "eager":  # the MLP is done
-            before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]
-            ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
-        return [*max(ways, key=size_of), *self.hidden_states(stack)]
-
-    @property
-    def gradients_within_mlp(self) -> int:
-        """How many there are at once, beside all that the MLP saved.
-
-        What it saved goes as its gradients come; adapters compute theirs in fp32, beside 16 bits.
-        """
-        return 3 if self.is_llama_like and self.job.method.has_adapters and self.job.arithmetic_bytes == 2 else 1
-
-    def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
-        """Return the gradients of the attention scores, of the eager attention.
-
-        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
-        """
-        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.architecture.heads
-        size = each * self.batch.sequences * scores
-        what = activations("gradients of the attention scores", f"B heads S S {each}", size)
-        return where((self.job.attention == "eager", what))
-
-    def hidden_states(self, stack: Stack) -> list[Term]:
-        """Return what goes from layer to layer, or the gradients of it."""
-        return [self._hidden_state("hidden states, or their gradients", stack, "2 T H x", 2)]
-
-    def adapter_casts(self, stack: Stack) -> list[Term]:
-        """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
-
-        PEFT's cast makes an fp32 copy of any input, and dropout one more. Without that cast there is only what dropout
-        makes of an input that is in fp32 anyway.
-        """
-        job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
-        adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        if not adapted or not job.loop.autocasts or job.loop.short_adapters:
-            return []
-        dropped, casts = 4 if job.lora_dropout else 0, job.loop.casts_adapter_inputs
-        in_fp32 = [linear.inputs for linear in adapted if casts or self.layer.has_wide_input(linear)]
-        widest, each = max(in_fp32, default=0), (4 + dropped if casts else dropped) if a < 4 else 0
-        return [
-            activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
-            activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
-        ]
+    # -- after the layers
 
     def embeddings_backward(self) -> list[Term]:
         """Return the embeddings' gradient, where another one waits beside it: the head's, or an earlier one."""
@@ -582,8 +485,6 @@ class DeviceSums(Resident):
             return [activations(what, "2 V H w", 2 * size)]
         what = "gradient of the embeddings, before it is added"
         return where((self.adds_to_gradients, activations(what, "V H w", size)))
-
-    # -- after it
 
     def tied_gradient_received(self) -> list[Term]:
         """Return the gradient that, with pp, first and last stage send each other, as both hold tied embeddings."""

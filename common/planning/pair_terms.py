@@ -52,14 +52,6 @@ class PairSums(DeviceSums):
 
     # -- the layers' backward pass
 
-    @property
-    def gradients_within_mlp(self) -> int:
-        """Those of an input that base and adapter read are added up when it is gone; no dropout makes a third.
-
-        Where hidden states are in fp32 the moment counts for less: their gradients are fewer by then.
-        """
-        return 2 if self.job.method.has_adapters and self.hidden_bytes == 2 else 1
-
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
         return [*super()._gradients_so_far(count, what), *self._waiting_head()]
 

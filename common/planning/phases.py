@@ -15,7 +15,7 @@ from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Block, StackKind
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
-from common.planning.memory_plan import DeviceMemory, DeviceSums, Moment, device_sums
+from common.planning.memory_plan import DeviceSums, Moment, device_sums
 from common.planning.resident import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD
 from common.planning.shares import (
     Share,
@@ -27,7 +27,7 @@ from common.planning.shares import (
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import Part, Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each, where
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"

@@ -25,7 +25,6 @@ from common.planning.device_maps import (
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, Precision
-from common.planning.memory_plan import DeviceMemory
 from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
@@ -33,7 +32,7 @@ from common.planning.resident import hidden_bytes
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
 from common.planning.shares import Share, part_of_rank, sees, stages_of, whole_model
-from common.planning.terms import Term
+from common.planning.terms import DeviceMemory, Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
 from common.planning.tower_activations import TowerActivations
 from common.records.store import kept_records

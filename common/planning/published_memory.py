@@ -16,9 +16,9 @@ from common.hardware.devices import Gpu, find_gpu
 from common.planning.architectures import FAMILIES, Architecture
 from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
-from common.planning.memory_plan import DeviceMemory
 from common.planning.model_configs import LARGEST_SIZE
 from common.planning.shares import whole_model
+from common.planning.terms import DeviceMemory
 
 MEMORY_PATH = REPOSITORY / "assets" / "published_memory.json"
 CALIBRATION = "ibm"

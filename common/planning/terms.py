@@ -1,10 +1,11 @@
-"""The summands of a memory plan."""
+"""The summands of a memory plan, and what one device holds of them at once."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, Gpu
 
 
 class Part(StrEnum):
@@ -62,3 +63,44 @@ def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
 def where(*rows: tuple[object, Term | list[Term]]) -> list[Term]:
     """Return the terms of a table whose condition, in the first column, holds; a row has one term or several."""
     return [term for holds, terms in rows if holds for term in (terms if isinstance(terms, list) else [terms])]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds at its highest moment.
+
+    Attributes:
+        moment: Of a step a `memory_plan.Moment`; other phases have names of their own.
+        blocks: Bytes of the blocks that PyTorch's allocator comes to hold in the course of a step, without gaps between
+            them; 0: no more than at the highest moment.
+        spread: Bytes beyond the likely ones with which a GPU has enough.
+    """
+
+    moment: str
+    terms: tuple[Term, ...] = field(repr=False)
+    blocks: float = 0.0
+    spread: float = 0.0
+
+    @cached_property
+    def parts_gib(self) -> dict[str, float]:
+        """GiB by part."""
+        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
+
+    @property
+    def allocated_gib(self) -> float:
+        """What PyTorch would call peak allocated."""
+        return self.peak_gib - self.parts_gib[Part.OVERHEAD]
+
+    @property
+    def peak_gib(self) -> float:
+        """With the overhead: what `nvidia-smi` is likely to show."""
+        return sum(self.parts_gib.values())
+
+    @property
+    def safe_gib(self) -> float:
+        """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
+        return self.peak_gib + self.spread / GIB
+
+    def verdict_on(self, gpu: Gpu) -> str:
+        """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
+        return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"

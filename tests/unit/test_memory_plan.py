@@ -20,10 +20,10 @@ from common.models.trained_weights import leave_casts_to_autocast
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import overhead_terms
 from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job, Loop
-from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
+from common.planning.memory_plan import DeviceSums, device_memory
 from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
-from common.planning.terms import PARTS
+from common.planning.terms import PARTS, DeviceMemory
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from common.training.tensor_parallel import split_by_plan
