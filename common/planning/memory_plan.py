@@ -3,7 +3,7 @@
     VRAM = weights + gradients + optimizer states + activations (+ logits, buffers, the GPU's own overhead)
 
 A step has several moments at which the most may be alive: when the loss is computed, when the first layer is back-
-propagated, when the optimizer steps. `DeviceSums.lasting` and `at_work` say what is alive in which; the peak is the
+propagated, when the optimizer steps. `DeviceSums._lasting` and `_at_work` say what is alive in which; the peak is the
 highest. The activations' terms say what PyTorch's autograd keeps, operation by operation, as the dry run shows it
 (tests compare both over a grid).
 
@@ -18,7 +18,7 @@ import math
 from collections.abc import Container
 from dataclasses import replace
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cached_property
 from pkgutil import resolve_name
 
 from common.planning.architectures import Architecture, Stack, StackKind
@@ -83,10 +83,7 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
 
 def device_sums(architecture: Architecture, job: Job, share: Share) -> "DeviceSums":
     """Return the terms of one device, as the job's task has them; `architecture` is what a rank holds of the model."""
-    return _resolved(job.batch.goal.memory)(architecture, job, share)
-
-
-_resolved = cache(resolve_name)
+    return resolve_name(job.batch.goal.memory)(architecture, job, share)
 
 
 class DeviceSums(Resident):
@@ -116,6 +113,7 @@ class DeviceSums(Resident):
         repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
         self.adds_to_gradients = repeats or job.has_buckets
         self.keeps_inputs = job.loop.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
+        self.sends = job.parallelism.pipelines and not share.has_head
         self.input_is_in_buffer = job.gradient_checkpointing and job.parallelism.pipelines and not share.has_embeddings
         writes = architecture.stacks[-1].kind != StackKind.ENCODER and not architecture.classes
         self.chunks_loss = writes and not job.loop.logit_bytes
@@ -127,50 +125,50 @@ class DeviceSums(Resident):
 
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
-        alive: dict[str, list[Term]] = {**self.alive()}
+        alive: dict[str, list[Term]] = {**self._alive()}
         if self.share.in_flight > 1 and not self.adds_to_gradients:
             # the second backward pass: one micro-batch has gone, and left all gradients
             fewer = replace(self.share, in_flight=self.share.in_flight - 1)
-            later = type(self)(self.architecture, self.job, fewer).alive()
+            later = type(self)(self.architecture, self.job, fewer)._alive()
             alive |= {f"{moment}, later": later[moment] for moment in BACKWARD if moment in later}
         moment = max(alive, key=lambda each: size_of(alive[each]))
-        return DeviceMemory(moment, tuple(term for term in alive[moment] if term.count), self.blocks())
+        return DeviceMemory(moment, tuple(term for term in alive[moment] if term.count), self._blocks())
 
-    def alive(self) -> dict[Moment, list[Term]]:
+    def _alive(self) -> dict[Moment, list[Term]]:
         """Return the terms of each moment that the step has."""
-        lasting = self.lasting()
+        lasting = self._lasting()
         return {
             moment: [*(term for terms, moments in lasting if moment in moments for term in terms), *at_work]
-            for moment, at_work in self.at_work().items()
+            for moment, at_work in self._at_work().items()
         }
 
-    def lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
+    def _lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
         """Return what waits, and in which moments; those that the step lacks do not matter."""
         when, of_last_layer = Moment, self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
         of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
         more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
         rows = [
-            (self.all_the_time, when),
+            (self._all_the_time(), when),
             (self.gathered(FSDP_GATHERED_LAYERS), more_gathered),
             (self.gathered(FSDP_GATHERED_AT_LOSS), FORWARD_OF_LOSS),
-            (self.scattered(), between(when.HEAD_BACKWARD, when.SUM_OF_TIED)),
+            (self._scattered(), between(when.HEAD_BACKWARD, when.SUM_OF_TIED)),
             # gradients
-            (self.gradients_before_backward(), between(when.TOWER_FORWARD, when.HEAD_BACKWARD)),
+            (self._all_gradients() if self.adds_to_gradients else [], between(when.TOWER_FORWARD, when.HEAD_BACKWARD)),
             (self._gradients_so_far(of_last_layer, "gradients of the head and a layer"), [when.LAST_LAYER_BACKWARD]),
             (self._gradients_of_layers(), [when.FIRST_LAYER_BACKWARD, *OF_TOWER]),
-            (self.gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
+            (self._all_gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
             # what waits for the backward pass
             (self.layers_saved(), of_layers),
             (self.layers_saved(one_left=not self.keeps_inputs), [when.FIRST_LAYER_BACKWARD]),
-            (self.gradients_of_inputs(), [when.FIRST_LAYER_BACKWARD]),
+            (times_each(self.layers_saved() * self.keeps_inputs, 1, "gradients: "), [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
             (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
-            (self.embeddings_saved(self.stacks) + self.encoders_output(), [when.LAST_LAYER_BACKWARD]),
-            (self.embeddings_saved(self.stacks[:1]), [when.FIRST_LAYER_BACKWARD]),
-            (self.waiting_outside_layers, of_layers),
-            (self.waiting_outside_layers, between(when.FIRST_LAYER_BACKWARD, when.EMBEDDINGS_BACKWARD)),
+            (self._embeddings_saved(self.stacks) + self._encoders_output(), [when.LAST_LAYER_BACKWARD]),
+            (self._embeddings_saved(self.stacks[:1]), [when.FIRST_LAYER_BACKWARD]),
+            (self._waiting_outside_layers, of_layers),
+            (self._waiting_outside_layers, between(when.FIRST_LAYER_BACKWARD, when.EMBEDDINGS_BACKWARD)),
             (self.tower_saved, [when.TOWER_FORWARD, when.LAST_LAYER_FORWARD]),
-            (self.held_by_schedule(), [when.LAST_LAYER_BACKWARD, when.FIRST_LAYER_BACKWARD]),
+            (self._held_by_schedule(), [when.LAST_LAYER_BACKWARD, when.FIRST_LAYER_BACKWARD]),
         ]
         if self.is_encoder_decoder:  # the decoder is done, and all of the encoder is still to come
             (encoder, _), (decoder, layers) = self.stacks
@@ -179,28 +177,28 @@ class DeviceSums(Resident):
             rows += [
                 (self._gradients_so_far(done, what), [when.DECODER_EMBEDDINGS_BACKWARD]),
                 (self._gradients_so_far(done + trained_of_layer(encoder, self.job), what), [when.ENCODER_BACKWARD]),
-                (self._layers_kept(1, self.stacks[:1]) + self.embeddings_saved(self.stacks[:1]), OF_ENCODER),
+                (self._layers_kept(1, self.stacks[:1]) + self._embeddings_saved(self.stacks[:1]), OF_ENCODER),
             ]
         return rows
 
-    def at_work(self) -> dict[Moment, list[Term]]:
+    def _at_work(self) -> dict[Moment, list[Term]]:
         """Return the moments that the step has, each with what is alive in it alone."""
         last, first, tower, when = self.stacks[-1][0], self.stacks[0][0], self.tower, Moment
         last_forward = [*self.layer.adapter_casts(last), self.layer.passing(last), *self._cached_copies()]
         moments = {
             when.LAST_LAYER_FORWARD: [*(tower.result() if tower else []), *last_forward],
-            when.LOSS: self.loss(),
-            when.HEAD_BACKWARD: self.head_backward(),
+            when.LOSS: self._loss(),
+            when.HEAD_BACKWARD: self._head_backward(),
             when.LAST_LAYER_BACKWARD: self.layer.backward(last),
             when.FIRST_LAYER_BACKWARD: self.layer.backward(first),
-            when.EMBEDDINGS_BACKWARD: self.embeddings_backward(),
-            when.SUM_OF_TIED: self.tied_gradient_received(),
-            when.OPTIMIZER_STEP: self.optimizer_step(),
+            when.EMBEDDINGS_BACKWARD: self._embeddings_backward(),
+            when.SUM_OF_TIED: self._tied_gradient_received(),
+            when.OPTIMIZER_STEP: self._optimizer_step(),
         }
         if self.splits_loss:
-            moments[when.LOSS_FORWARD] = self.loss_forward()
+            moments[when.LOSS_FORWARD] = self._loss_forward()
         if self.is_encoder_decoder:
-            moments[when.DECODER_EMBEDDINGS_BACKWARD] = [*self.embeddings_backward(), self.layer.passing(first)]
+            moments[when.DECODER_EMBEDDINGS_BACKWARD] = [*self._embeddings_backward(), self.layer.passing(first)]
             moments[when.ENCODER_BACKWARD] = self.layer.backward(first)
         if tower:
             size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
@@ -212,13 +210,11 @@ class DeviceSums(Resident):
             moments[when.TOWER_FIRST_BACKWARD] = [*of_layer, *self._tower_gradients(), *first_left]
         return moments
 
-    @property
-    def all_the_time(self) -> list[Term]:
-        """What is there in every moment of a step."""
+    def _all_the_time(self) -> list[Term]:
         images = self.tower.inputs() if self.tower else []
         return [*self.between_steps, *self.summed(self.job.batch.tokens), *images]
 
-    def blocks(self) -> float:
+    def _blocks(self) -> float:
         """Return the bytes of all blocks of PyTorch's allocator, without gaps.
 
         A freed block serves what is as large or smaller. So what a layer, the loss and the optimizer work on have
@@ -228,26 +224,21 @@ class DeviceSums(Resident):
         optimizer's lists then take their share.
         """
         layer = max(size_of(self.layer.backward(stack)) for stack, _ in self.stacks)
-        loss = max(size_of(self.loss()), size_of(self.loss_forward()) if self.splits_loss else 0.0)
+        loss = max(size_of(self._loss()), size_of(self._loss_forward()) if self.splits_loss else 0.0)
         left_behind = (layer + loss) * self.batch.padded
-        updates = size_of(self.gradients()) + size_of(self.optimizer_step())
-        others = [*self.all_the_time, *self.gathered(FSDP_GATHERED_LAYERS), *self.scattered()]
-        others += [*self.layers_saved(), *self.saved_outside_layers, *self.waiting_outside_layers]
+        updates = size_of(self._all_gradients()) + size_of(self._optimizer_step())
+        others = [*self._all_the_time(), *self.gathered(FSDP_GATHERED_LAYERS), *self._scattered()]
+        others += [*self.layers_saved(), *self.saved_outside_layers, *self._waiting_outside_layers]
         return size_of(others) + layer + loss + max(updates, left_behind)
 
     # -- gradients, as the backward pass goes on
 
-    def gradients(self) -> list[Term]:
-        """Return all of them; those that have a buffer of their own are there all the time."""
+    def _all_gradients(self) -> list[Term]:
         return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]
-
-    def gradients_before_backward(self) -> list[Term]:
-        """Return those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
-        return self.gradients() if self.adds_to_gradients else []
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
         has_all = self.adds_to_gradients or self.share.keeps_first_gradients
-        return self.gradients() if has_all else self._gradients(count, what)
+        return self._all_gradients() if has_all else self._gradients(count, what)
 
     def _gradients_of_layers(self) -> list[Term]:
         """Return all but those of the embeddings, which come last."""
@@ -264,19 +255,18 @@ class DeviceSums(Resident):
         return [numbers(Part.GRADIENTS, "gradients of the vision tower", count, self.job.weight_bytes)]
 
     def _gradients(self, count: int, what: str) -> list[Term]:
-        job = self.job
-        waits_in_host = job.offload and job.parallelism.shards_weights
-        has_buffer = job.has_buckets or job.parallelism.collects_gradients
-        ranks = job.shard_ranks if job.parallelism.shards_gradients else 1
-        term = numbers(Part.GRADIENTS, what, count, job.trained_bytes, ranks)
-        return where((not (waits_in_host or has_buffer), term))
+        """Return the gradients of so many weights; none where they have a buffer, or wait in the host's memory."""
+        job, sharing = self.job, self.job.parallelism
+        elsewhere = job.has_buckets or sharing.collects_gradients or (job.offload and sharing.shards_weights)
+        ranks = job.shard_ranks if sharing.shards_gradients else 1
+        return [numbers(Part.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 
-    def scattered(self) -> list[Term]:
+    def _scattered(self) -> list[Term]:
         """Return a layer's gradients before FSDP or ZeRO's stage 3 divides them among the ranks."""
-        size = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
+        count = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
+        count *= self.job.parallelism.shards_weights and not self.job.method.has_adapters
         what = "a layer's gradients before they are scattered"
-        divides = self.job.parallelism.shards_weights and not self.job.method.has_adapters
-        return where((divides, numbers(Part.BUFFERS, what, size, self.job.arithmetic_bytes)))
+        return [numbers(Part.BUFFERS, what, count, self.job.arithmetic_bytes)]
 
     # -- activations that wait for the backward pass
 
@@ -284,10 +274,6 @@ class DeviceSums(Resident):
         """Return what all layers keep, for every micro-batch in flight; `one_left`: of one the first layer alone."""
         first = self._layer_kept(self.stacks[0][0]) if one_left and not self.input_is_in_buffer else []
         return [*self._layers_kept(self.share.in_flight - one_left, self.stacks), *times_each(first, 1, "1 x ")]
-
-    def gradients_of_inputs(self) -> list[Term]:
-        """Return those that FSDP's first version holds until the backward pass has ended."""
-        return times_each(self.layers_saved() if self.keeps_inputs else [], 1, "gradients: ")
 
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
@@ -302,31 +288,29 @@ class DeviceSums(Resident):
             return [self._hidden_state("layer input", stack)]
         return self.layer.saved(stack)
 
-    def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x", times: int = 1) -> Term:
-        """Return so many hidden states of all tokens, by default of those that the first stack reads."""
-        tokens = self.batch.tokens_in(stack) if stack else self.batch.tokens
-        return activations(what, formula, times * self.hidden_size(tokens))
+    def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x") -> Term:
+        """Return a hidden state of all tokens, by default of those that the first stack reads."""
+        return activations(what, formula, self.hidden_size(self.batch.tokens_in(stack or self.architecture.stacks[0])))
 
     @cached_property
     def saved_outside_layers(self) -> list[Term]:
         """What embeddings, final norm and head keep."""
         of_head = self._saved_by_classifier() if self.architecture.classes else self._saved_by_head()
-        is_sent = self.job.parallelism.pipelines and not self.share.has_head
-        sent = where((is_sent, self._hidden_state("hidden state that was sent")))
-        return [*of_head, *self.embeddings_saved(self.stacks), *self.encoders_output(), *sent]
+        sent = [self._hidden_state("hidden state that was sent")] if self.sends else []
+        return [*of_head, *self._embeddings_saved(self.stacks), *self._encoders_output(), *sent]
 
-    def encoders_output(self) -> list[Term]:
-        """Return what all of the decoder's layers read beside their own input, of an encoder-decoder."""
+    def _encoders_output(self) -> list[Term]:
+        # what all of the decoder's layers read beside their own input
         return where((self.is_encoder_decoder, self._hidden_state("encoder's output", formula="TE H x")))
 
-    def embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
+    def _embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
         """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
         is_kept = self.job.trains_all if self.architecture.classes else not self.is_llama_like
         own = 4 + (4 if self.job.cpu_operations else 1) if self.architecture.classes else self.hidden_bytes + 5
-        size = sum(self.batch.tokens_in(stack) for stack, _ in stacks) * self.architecture.hidden * own
+        tokens = sum(self.batch.tokens_in(stack) for stack, _ in stacks) * (self.share.has_embeddings and is_kept)
         formula = f"{'(TE + T)' if len(stacks) > 1 else 'T'} H {own}"
-        term = activations("embeddings' norm and dropout", formula, size)
-        return [*where((self.share.has_embeddings and is_kept, term)), *self.tower_saved]
+        size = tokens * self.architecture.hidden * own
+        return [activations("embeddings' norm and dropout", formula, size), *self.tower_saved]
 
     def _saved_by_head(self) -> list[Term]:
         """Return what final norm and head keep where tokens are predicted."""
@@ -334,8 +318,8 @@ class DeviceSums(Resident):
             return []
         t, h, a, full = self.batch.tokens, self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
         norm_each = 4 + (self.hidden_bytes if full else 0)
-        one_kind = self.architecture.stacks[0].kind == self.architecture.stacks[-1].kind
-        transforms = one_kind and not self.is_llama_like  # as BERT's head for masked tokens does
+        # BERT's head for masked tokens does more before its matrix
+        transforms = len(self.architecture.stacks) == 1 and not self.is_llama_like
         return where(
             (self.is_llama_like, activations("final norm", f"T H {norm_each}", t * h * norm_each)),
             (transforms, activations("head before its matrix", "T H (5 + 3 a)", t * h * (5 + 3 * a))),
@@ -348,22 +332,22 @@ class DeviceSums(Resident):
             return []
         pools, hidden = self.architecture.family.has_pooler, self.architecture.hidden
         count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
-        size = count * self.positions * hidden * self.job.arithmetic_bytes
-        what = "last hidden state, of which the pooler reads a part"
+        of_head = count * self.positions * hidden * self.job.arithmetic_bytes
+        of_last = self.batch.tokens * hidden * 4 * (pools and not self.layer.casts_inputs)
         return [
-            activations("head before its matrix", f"{count} P H a", size),
-            *where((pools and not self.layer.casts_inputs, activations(what, "T H 4", self.batch.tokens * hidden * 4))),
+            activations("head before its matrix", f"{count} P H a", of_head),
+            activations("last hidden state, of which the pooler reads a part", "T H 4", of_last),
         ]
 
     @cached_property
-    def waiting_outside_layers(self) -> list[Term]:
+    def _waiting_outside_layers(self) -> list[Term]:
         """What embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
         times = self.share.in_flight - 1
         if not times:
             return []
         of_loss = [self._logits("log-probabilities in fp32", "P V 4", 4), *self._head_copy()]
         is_whole = self.share.has_head and not self.chunks_loss
-        terms = [*self.saved_outside_layers, *where((is_whole, of_loss)), *self.held_by_schedule()]
+        terms = [*self.saved_outside_layers, *where((is_whole, of_loss)), *self._held_by_schedule()]
         return times_each(terms, times, f"{times} x, of waiting micro-batches: ")
 
     # -- logits and loss
@@ -380,7 +364,7 @@ class DeviceSums(Resident):
         positions = self.positions_at_once if of_chunk else self.positions
         return Term(Part.LOGITS, what, formula, each * positions * self.architecture.vocab)
 
-    def loss_forward(self) -> list[Term]:
+    def _loss_forward(self) -> list[Term]:
         """Return logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest.
 
         With pp the loss comes when autocast's cache has gone, and never takes more than in its backward pass.
@@ -391,7 +375,7 @@ class DeviceSums(Resident):
             logits = self._returned_logits("logits")
         return [*where((self.share.has_head, [logits, *self._head_copy()])), *self._cached_copies()]
 
-    def loss(self) -> list[Term]:
+    def _loss(self) -> list[Term]:
         """Return what the highest moment of the loss, or that of its backward pass, holds."""
         if not self.share.has_head:
             return []
@@ -401,9 +385,9 @@ class DeviceSums(Resident):
         logits = self._logits("log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", 12)
         if each := self.job.loop.logit_bytes:
             logits = self._logits("logits, log-probabilities and gradients", f"P V {each}", each)
-        return [logits, *self.held_by_schedule(), *self._head_copy()]
+        return [logits, *self._held_by_schedule(), *self._head_copy()]
 
-    def head_backward(self) -> list[Term]:
+    def _head_backward(self) -> list[Term]:
         """Return what the head's backward pass holds (in chunks that of the last one) when it comes to its matrix."""
         if not self.share.has_head:
             return []
@@ -411,7 +395,7 @@ class DeviceSums(Resident):
         gradient = self._gradients(matrix, "gradient of the head's matrix")
         if not self.chunks_loss:
             logits = self._logits("gradient of the logits", "P V a", a)
-            return [logits, *self._head_copy(), *self.held_by_schedule(), *where((self.trains_head, gradient))]
+            return [logits, *self._head_copy(), *self._held_by_schedule(), *where((self.trains_head, gradient))]
         logits = self._logits("gradient of a chunk's logits", "C V a", a, of_chunk=True)
         what = "gradient of the head's matrix, beside its bucket"
         beside_bucket = numbers(Part.GRADIENTS, what, matrix, job.trained_bytes)
@@ -421,11 +405,10 @@ class DeviceSums(Resident):
 
     def _of_chunks(self) -> list[Term]:
         """Return what all chunks together hold: the head's inputs with their gradients, and a sum of its own."""
-        size = 4 * self.architecture.vocab * self.architecture.hidden
-        summed = Term(Part.GRADIENTS, "head's gradient of the chunks before", "V H 4", size)
+        size = 4 * self.architecture.vocab * self.architecture.hidden * (self.trains_head and self.chunks > 1)
         return [
             activations("inputs of the head, and their gradients", "2 P H x", 2 * self.hidden_size(self.positions)),
-            *where((self.trains_head and self.chunks > 1, summed)),
+            Term(Part.GRADIENTS, "head's gradient of the chunks before", "V H 4", size),
             *self._cached_copies(),  # their gradients come within the forward pass
         ]
 
@@ -441,7 +424,7 @@ class DeviceSums(Resident):
             activations("inputs of the head", "P H a", positions * self.architecture.hidden * a),
         ]
 
-    def held_by_schedule(self) -> list[Term]:
+    def _held_by_schedule(self) -> list[Term]:
         """Return what, with pp, the last stage has made and holds until its backward pass is done.
 
         (torch/distributed/pipelining/stage.py.)
@@ -468,14 +451,13 @@ class DeviceSums(Resident):
     def _head_copy(self) -> list[Term]:
         job = self.job
         has_wide_head = job.method.quantizes and job.end_bytes == 4 and job.precision != "fp32"
-        is_cast = job.autocasts or (has_wide_head and job.shard_ranks == 1)
-        size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes
-        copy = Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)
-        return where((is_cast and job.loop.autocasts, copy))
+        is_cast = job.loop.autocasts and (job.autocasts or (has_wide_head and job.shard_ranks == 1))
+        size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes * is_cast
+        return [Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)]
 
     # -- after the layers
 
-    def embeddings_backward(self) -> list[Term]:
+    def _embeddings_backward(self) -> list[Term]:
         """Return the embeddings' gradient, where another one waits beside it: the head's, or an earlier one."""
         if not (self.job.trains_all and self.share.has_embeddings):
             return []
@@ -486,15 +468,15 @@ class DeviceSums(Resident):
         what = "gradient of the embeddings, before it is added"
         return where((self.adds_to_gradients, activations(what, "V H w", size)))
 
-    def tied_gradient_received(self) -> list[Term]:
+    def _tied_gradient_received(self) -> list[Term]:
         """Return the gradient that, with pp, first and last stage send each other, as both hold tied embeddings."""
-        has_copy = self.architecture.tied and self.share.has_embeddings != self.share.has_head
-        size = self.architecture.embedding_parameters * self.job.trained_bytes
-        received = Term(Part.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)
-        return where((self.job.parallelism.pipelines and self.job.trains_all and has_copy, received))
+        is_one_end = self.architecture.tied and self.share.has_embeddings != self.share.has_head
+        sends = self.job.parallelism.pipelines and self.job.trains_all and is_one_end
+        size = self.architecture.embedding_parameters * self.job.trained_bytes * sends
+        return [Term(Part.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)]
 
-    def optimizer_step(self) -> list[Term]:
+    def _optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""
         size = trained_weight_bytes(self.architecture, self.job, self.share) / self.job.shard_ranks
-        roots = Term(Part.OPTIMIZER, "square roots of the variances, all at once", "one state", size)
-        return where((self.job.optimizer == "adamw_torch" and not self.job.offload, roots))
+        size *= self.job.optimizer == "adamw_torch" and not self.job.offload
+        return [Term(Part.OPTIMIZER, "square roots of the variances, all at once", "one state", size)]

@@ -38,7 +38,7 @@ class PairSums(DeviceSums):
         """How many weights the head's matrix has."""
         return self.architecture.vocab * self.architecture.hidden
 
-    def at_work(self) -> dict[Moment, list[Term]]:
+    def _at_work(self) -> dict[Moment, list[Term]]:
         """Return the moments of every step, and those before the backward pass: the head, and the reference's pass."""
         head = self.loss_without_gradients(self.batch.sequences, self.batch.length, self.batch.labelled)
         moments = {Moment.HEAD_FORWARD: head}
@@ -48,16 +48,15 @@ class PairSums(DeviceSums):
             layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
             moments[Moment.REFERENCE_LAYER] = [policy, layer, *where((self.job.autocasts, copy))]
             moments[Moment.REFERENCE_HEAD] = [policy, *head]
-        return moments | super().at_work()
+        return moments | super()._at_work()
 
     # -- the layers' backward pass
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
         return [*super()._gradients_so_far(count, what), *self._waiting_head()]
 
-    def embeddings_backward(self) -> list[Term]:
-        """Return the embeddings' gradient, its sum with a tied head's, and that where earlier ones are there, too."""
-        return [*super().embeddings_backward(), *self._waiting_head()]
+    def _embeddings_backward(self) -> list[Term]:
+        return [*super()._embeddings_backward(), *self._waiting_head()]
 
     def _waiting_head(self) -> list[Term]:
         """Return a tied head's gradient, which beside earlier ones, or DDP's buckets, waits for the embeddings'."""
@@ -67,12 +66,12 @@ class PairSums(DeviceSums):
 
     # -- the head
 
-    def loss(self) -> list[Term]:
+    def _loss(self) -> list[Term]:
         """Return what the backward pass of the last tile holds."""
         beside = max((self._folded(self.positions, BACKWARD_BESIDE), self._summed()), key=size_of)
         return [*self._tile(self.positions), *beside, *self._of_all_tiles()]
 
-    def head_backward(self) -> list[Term]:
+    def _head_backward(self) -> list[Term]:
         """Return what the head holds when its gradients are whole, and in the formats of inputs and weights."""
         each, size = self.job.trained_bytes, self.hidden_size(self.positions)
         of_inputs = activations("gradient of the head's inputs, in their format", "P H x", size)

@@ -13,7 +13,7 @@ from common.planning.shares import (
     trained_of_layer,
     trained_parameters,
 )
-from common.planning.terms import Part, Term, numbers, where
+from common.planning.terms import Part, Term, numbers
 
 FSDP_GATHERED_LAYERS = 2
 FSDP_GATHERED_IN_FORWARD = 3
@@ -46,9 +46,7 @@ class Resident:
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         self.architecture, self.job, self.share = architecture, job, share
-        self.stacks = [
-            (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
-        ]
+        self.stacks = [(stack, layers) for stack, layers in share.stacks_of(architecture) if layers]
         self.hidden_bytes = hidden_bytes(architecture, job)
         self.parameters = parameters_of(architecture, share)
         self.of_tower = tower_parameters(architecture, share)
@@ -59,7 +57,7 @@ class Resident:
     @cached_property
     def between_steps(self) -> list[Term]:
         """What is there all the time that training takes."""
-        return self.weights() + self.optimizer_states() + self.buffers()
+        return self.weights() + self.optimizer_states() + self._buffers()
 
     def weights(self) -> list[Term]:
         """Return frozen and trained weights."""
@@ -68,8 +66,8 @@ class Resident:
             return []  # they are in the host's memory
         if not job.method.has_adapters:
             return self.base_weights()
-        limit = ZERO_WHOLE_BELOW * self.architecture.hidden
-        whole = small_adapter_weights(self.architecture, job, self.share, limit) * job.parallelism.collects_gradients
+        limit = ZERO_WHOLE_BELOW * self.architecture.hidden * job.parallelism.collects_gradients
+        whole = small_adapter_weights(self.architecture, job, self.share, limit)
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
         return [
             *self.base_weights(),
@@ -95,15 +93,13 @@ class Resident:
         per_weight, number, table = QUANTIZED_BYTES[kind], QUANTIZED_NUMBER_BYTES[kind], LEVEL_TABLE_BYTES[kind]
         what, scales = f"{kind} weights of the layers", per_weight - number
         others = "embeddings, norms and head" + (", cast to fp32" if job.end_bytes == 4 else "")
-        sharded = [  # scales are no parameters of a module, so that FSDP leaves them whole on each rank
-            numbers(Part.WEIGHTS, what, count, number, ranks),
-            Term(Part.WEIGHTS, "scales of their blocks", f"{count:,} x {scales:.3f} bytes", count * scales),
-        ]
-        whole = [Term(Part.WEIGHTS, what, f"{count:,} x {per_weight:.3f} bytes", count * per_weight)]
-        tables = f"{matrices:,} matrices x {table:,} bytes"
+        layers = [Term(Part.WEIGHTS, what, f"{count:,} x {per_weight:.3f} bytes", count * per_weight)]
+        if ranks > 1:  # scales are no parameters of a module, so that FSDP leaves them whole on each rank
+            scaled = Term(Part.WEIGHTS, "scales of their blocks", f"{count:,} x {scales:.3f} bytes", count * scales)
+            layers = [numbers(Part.WEIGHTS, what, count, number, ranks), scaled]
         return [
-            *(sharded if ranks > 1 else whole),
-            Term(Part.WEIGHTS, "tables of levels", tables, matrices * table),
+            *layers,
+            Term(Part.WEIGHTS, "tables of levels", f"{matrices:,} matrices x {table:,} bytes", matrices * table),
             numbers(Part.WEIGHTS, others, self.parameters - count, job.end_bytes, ranks),
         ]
 
@@ -118,34 +114,27 @@ class Resident:
         keeps_copy = job.parallelism.uses_deepspeed
         each, tower_each = state_bytes(job, 4 if keeps_copy else job.trained_bytes), state_bytes(job, job.weight_bytes)
         small = small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) * ("8bit" in job.optimizer)
-        large, ranks = self.trained - small, job.shard_ranks
         return [
             numbers(Part.OPTIMIZER, "momentum and variance of the vision tower", self.trained_of_tower, tower_each),
-            numbers(Part.OPTIMIZER, "momentum and variance", large, each, ranks),
-            numbers(Part.OPTIMIZER, "momentum and variance of small matrices", small, 8, ranks),
-            numbers(Part.OPTIMIZER, "fp32 copy of the weights", self.trained * keeps_copy, 4, ranks),
+            numbers(Part.OPTIMIZER, "momentum and variance", self.trained - small, each, job.shard_ranks),
+            numbers(Part.OPTIMIZER, "momentum and variance of small matrices", small, 8, job.shard_ranks),
+            numbers(Part.OPTIMIZER, "fp32 copy of the weights", self.trained * keeps_copy, 4, job.shard_ranks),
         ]
 
-    def buffers(self) -> list[Term]:
+    def _buffers(self) -> list[Term]:
         """Return what the parallelism keeps all the time, for gradients and for what is sent."""
-        job, each, sharing, of_tower = self.job, self.job.trained_bytes, self.job.parallelism, self.trained_of_tower
-        bucket = min(self.architecture.hidden**2, self.trained)
+        job, each, sharing, trained = self.job, self.job.trained_bytes, self.job.parallelism, self.trained
+        of_tower, has_parts = self.trained_of_tower * job.has_buckets, sharing.collects_gradients and not job.offload
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
-        received, formula = neighbours * self.hidden_size(job.batch.tokens), f"{neighbours} T H x, all parts"
-        has_parts = sharing.collects_gradients and not job.offload
-        return where(
-            (job.has_buckets, numbers(Part.GRADIENTS, "gradients, in DDP's buckets", self.trained, each)),
-            (
-                job.has_buckets,
-                numbers(Part.GRADIENTS, "the vision tower's, in DDP's buckets", of_tower, job.weight_bytes),
-            ),
-            (
-                has_parts,
-                numbers(Part.GRADIENTS, "gradients' parts, in one buffer", self.trained, each, job.shard_ranks),
-            ),
-            (sharing.pipelines, Term(Part.BUFFERS, "hidden states and gradients to receive", formula, received)),
-            (sharing.uses_deepspeed, numbers(Part.BUFFERS, "DeepSpeed's reduce bucket", bucket, each)),
-        )
+        received = neighbours * self.hidden_size(job.batch.tokens) * sharing.pipelines
+        reduced = min(self.architecture.hidden**2, trained) * sharing.uses_deepspeed
+        return [
+            numbers(Part.GRADIENTS, "gradients, in DDP's buckets", trained * job.has_buckets, each),
+            numbers(Part.GRADIENTS, "the vision tower's, in DDP's buckets", of_tower, job.weight_bytes),
+            numbers(Part.GRADIENTS, "gradients' parts, in one buffer", trained * has_parts, each, job.shard_ranks),
+            Term(Part.BUFFERS, "hidden states and gradients to receive", f"{neighbours} T H x, all parts", received),
+            numbers(Part.BUFFERS, "DeepSpeed's reduce bucket", reduced, each),
+        ]
 
     def hidden_size(self, tokens: int) -> int:
         """Return the bytes of so many tokens' hidden states between two layers."""
@@ -153,8 +142,8 @@ class Resident:
 
     def summed(self, tokens: int) -> list[Term]:
         """Return the hidden state of so many tokens that ranks of tensor parallelism sum after each block."""
-        buffer = Term(Part.BUFFERS, "hidden state to be summed over the ranks", "T H x", self.hidden_size(tokens))
-        return where((self.job.parallelism.splits_matrices, buffer))
+        size = self.hidden_size(tokens) * self.job.parallelism.splits_matrices
+        return [Term(Part.BUFFERS, "hidden state to be summed over the ranks", "T H x", size)]
 
     def gathered(self, layers: int) -> list[Term]:
         """Return the weights that a rank has gathered: with FSDP of so many layers, with ZeRO's stage 3 all it may."""
