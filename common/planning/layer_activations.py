@@ -5,17 +5,12 @@ from dataclasses import dataclass
 
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Part, Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import Part, Term, activations, numbers, size_of, times_each
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """The terms of a layer of each stack; letters as in `memory_plan`.
-
-    Attributes:
-        batch: Of one micro-batch.
-        hidden_bytes: `x`.
-    """
+    """The terms of a layer of each stack, for the batch of one micro-batch; letters as in `memory_plan`."""
 
     architecture: Architecture
     job: Job
@@ -28,22 +23,16 @@ class LayerActivations:
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
-        architecture, t, full, x = (
-            self.architecture,
-            self.batch.tokens_in(stack),
-            self.job.trains_all,
-            self.hidden_bytes,
-        )
-        count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
+        architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
+        x, full, count = self.hidden_bytes, self.job.trains_all, 3 if stack.kind == StackKind.CROSS_DECODER else 2
         size = count * t * architecture.hidden
-        if not architecture.family.is_llama_like:
+        if not family.is_llama_like:
             return [activations("inputs of the layer norms", f"{count} T H 4", size * 4)]
-        heads_size = t * (architecture.heads + architecture.kv_heads) * architecture.head_dim * (4 + x * full)
-        of_heads = activations("norms of queries and keys", "T (Q + K) (4 + x)", heads_size)
+        of_heads = t * (architecture.query_size + architecture.key_size) * (4 + x * full) * family.normalizes_queries
         return [
             activations("inputs of the norms in fp32", f"{count} T H 4", size * 4),
             activations("normalized, for the norms' weights", f"{count} T H x", size * x * full),
-            *where((architecture.family.normalizes_queries, of_heads)),
+            activations("norms of queries and keys", "T (Q + K) (4 + x)", of_heads),
         ]
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
@@ -98,7 +87,7 @@ class LayerActivations:
             activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
             activations("result of attention", "T Q a", t * q * a),
             *(of_scores if eager else [activations("attention's normalizers in fp32", "T heads 4", t * heads * 4)]),
-            *where((masked, activations("mask in the arithmetic's format", f"B S {s} a", pairs * a))),
+            activations("mask in the arithmetic's format", f"B S {s} a", pairs * a * masked),
         ]
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
@@ -108,18 +97,17 @@ class LayerActivations:
         """
         t, q = self.batch.tokens, self.architecture.query_size
         scores = self.batch.sequences * self.architecture.heads * self.batch.length**2
-        last = [linear for linear in stack.linears if linear.ends_block and linear.block == Block.ATTENTION]
+        last = _last_of(Block.ATTENTION, stack)
         keeps_result = any(self.job.trains(linear) or self.job.adapts(linear) for linear in last)
         return [
             activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4),
             activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12),
-            *where((keeps_result, activations("result of attention", "T Q a", t * q * self.job.arithmetic_bytes))),
+            activations("result of attention", "T Q a", t * q * self.job.arithmetic_bytes * keeps_result),
         ]
 
     def mlp(self, stack: Stack) -> list[Term]:
         """Return what the MLP keeps between its matrices."""
-        last = [linear for linear in stack.linears if linear.ends_block and linear.block == Block.MLP]
-        keeps_result = any(self._keeps_input(linear) for linear in last)
+        keeps_result = any(map(self._keeps_input, _last_of(Block.MLP, stack)))
         if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
@@ -131,7 +119,7 @@ class LayerActivations:
         count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
         bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
         size = count * self.batch.tokens_in(stack) * self.architecture.hidden * bytes_each
-        return where((self.architecture.dropout, activations("dropout masks", f"{count} T H{letter}", size)))
+        return [activations("dropout masks", f"{count} T H{letter}", size * bool(self.architecture.dropout))]
 
     def _adapters(self, stack: Stack) -> list[Term]:
         job, a = self.job, self.job.arithmetic_bytes
@@ -143,7 +131,7 @@ class LayerActivations:
         shared = {
             (linear.block, linear.ends_block): linear
             for linear in adapted
-            if linear not in copied and not (linear.ends_block and linear.block == Block.ATTENTION)
+            if linear not in (*copied, *_last_of(Block.ATTENTION, stack))
         }
         kept = [*copied, *(linear for linear in shared.values() if not self._keeps_input(linear))]
 
@@ -160,7 +148,7 @@ class LayerActivations:
         between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
         return [
             activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each),
-            *where((job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks))),
+            activations("dropout masks of the adapters", masks_formula, masks * bool(job.lora_dropout)),
             activations("between the adapters' matrices", f"({between_formula}) a", between * a),
         ]
 
@@ -177,16 +165,13 @@ class LayerActivations:
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
-        if not self.job.cpu_operations:
-            return 1
         is_wide = self.job.loop.casts_adapter_inputs or self.has_wide_input(linear)
-        return 4 if is_wide else self.job.arithmetic_bytes
+        return (4 if is_wide else self.job.arithmetic_bytes) if self.job.cpu_operations else 1
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
-        count = sum(linear.weights for linear in linears)
-        copies = numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)
-        return where((count and self.job.autocasts and not self.job.method.quantizes, copies))
+        count = sum(linear.weights for linear in linears) * (self.job.autocasts and not self.job.method.quantizes)
+        return [numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
 
     # -- the backward pass
 
@@ -222,10 +207,9 @@ class LayerActivations:
 
         They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
         """
-        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.architecture.heads
-        size = each * self.batch.sequences * scores
-        term = activations("gradients of the attention scores", f"B heads S S {each}", size)
-        return where((self.job.attention == "eager", term))
+        pairs = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.batch.sequences
+        size = each * pairs * self.architecture.heads * (self.job.attention == "eager")
+        return [activations("gradients of the attention scores", f"B heads S S {each}", size)]
 
     def passing(self, stack: Stack) -> Term:
         """Return what goes from layer to layer, or the gradients of it."""
@@ -249,6 +233,11 @@ class LayerActivations:
             activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
             activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
         ]
+
+
+def _last_of(block: Block, stack: Stack) -> list[Linear]:
+    """Return the projections of a layer that read what such a block has made; a decoder with an encoder has two."""
+    return [linear for linear in stack.linears if linear.ends_block and linear.block == block]
 
 
 def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:

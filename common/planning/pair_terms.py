@@ -1,10 +1,10 @@
 """The memory of a DPO step where it differs from a step on answers: TRL's head, and the pass of the reference.
 
-The head multiplies a tile of the logits at a time: so many positions, and so many of the vocabulary's columns
-(trl/kernels/chunked_logprob.py). On a GPU a Triton kernel works within the tile, on positions with an answer's token
-alone; elsewhere PyTorch's operations work beside it, on all positions. Its forward pass keeps its inputs alone, and its
-backward pass, which computes each tile again, adds the gradients up in fp32. With adapters the reference reads the same
-rows after the policy, whose activations wait: what the reference makes keeps nothing.
+The head multiplies a tile of the logits at a time (trl/kernels/chunked_logprob.py). On a GPU a Triton kernel works
+within the tile, on positions with an answer's token alone; elsewhere PyTorch's operations work beside it, on all
+positions. The forward pass keeps its inputs alone; the backward pass computes each tile again, and adds the gradients
+up in fp32. With adapters the reference reads the same rows after the policy, whose activations wait; its own are not
+kept.
 
 Letters as in `memory_plan`, and: P positions that the head reads, R of these and U columns that a tile has, C = R x U.
 """
@@ -62,7 +62,7 @@ class PairSums(DeviceSums):
         """Return a tied head's gradient, which beside earlier ones, or DDP's buckets, waits for the embeddings'."""
         waits = self.adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
         what = "gradient of the tied head, before it is added"
-        return where((waits, numbers(Part.GRADIENTS, what, self.matrix, self.job.trained_bytes)))
+        return [numbers(Part.GRADIENTS, what, self.matrix * waits, self.job.trained_bytes)]
 
     # -- the head
 
@@ -73,11 +73,14 @@ class PairSums(DeviceSums):
 
     def _head_backward(self) -> list[Term]:
         """Return what the head holds when its gradients are whole, and in the formats of inputs and weights."""
-        each, size = self.job.trained_bytes, self.hidden_size(self.positions)
-        of_inputs = activations("gradient of the head's inputs, in their format", "P H x", size)
-        of_matrix = numbers(Part.GRADIENTS, "gradient of the head's matrix, as the weights are", self.matrix, each)
-        casts = where((self.hidden_bytes < 4, of_inputs), (self.trains_head and each < 4, of_matrix))
-        return [*self._tile(self.positions), *self._of_all_tiles(), *casts]
+        each = self.job.trained_bytes
+        of_inputs, of_matrix = self.hidden_size(self.positions), self.matrix * (self.trains_head and each < 4)
+        return [
+            *self._tile(self.positions),
+            *self._of_all_tiles(),
+            activations("gradient of the head's inputs, in their format", "P H x", of_inputs * (self.hidden_bytes < 4)),
+            numbers(Part.GRADIENTS, "gradient of the head's matrix, as the weights are", of_matrix, each),
+        ]
 
     def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
         """Return what a forward pass of the head holds of so many sequences; the last hidden state is still there."""
@@ -92,18 +95,17 @@ class PairSums(DeviceSums):
     def _tile(self, positions: int) -> list[Term]:
         """Return a tile's buffer, and copies of what is multiplied, where that has another format."""
         h, a, rows = self.architecture.hidden, self.job.arithmetic_bytes, min(positions, TILE_POSITIONS)
-        of_columns = numbers(Part.WEIGHTS, "copy of a tile's columns", self.columns * h, a)
-        of_positions = activations("copy of a tile's positions", "R H a", rows * h * a)
+        of_columns, of_positions = h * (self.job.weight_bytes != a), h * a * (self.hidden_bytes != a)
         return [
             Term(Part.LOGITS, "a tile of logits", "C a", rows * self.columns * a),
-            *where((self.job.weight_bytes != a, of_columns), (self.hidden_bytes != a, of_positions)),
+            numbers(Part.WEIGHTS, "copy of a tile's columns", self.columns * of_columns, a),
+            activations("copy of a tile's positions", "R H a", rows * of_positions),
         ]
 
     def _folded(self, positions: int, each: int) -> list[Term]:
         """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""
-        size = min(positions, TILE_POSITIONS) * self.columns * each
-        beside = Term(Part.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)
-        return where((self.job.cpu_operations, beside))
+        size = min(positions, TILE_POSITIONS) * self.columns * each * self.job.cpu_operations
+        return [Term(Part.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)]
 
     def _summed(self) -> list[Term]:
         """Return the fp32 copies of a tile and its columns, or its positions, that a CPU multiplies to gradients."""
@@ -118,12 +120,11 @@ class PairSums(DeviceSums):
 
     def _of_all_tiles(self) -> list[Term]:
         """Return the head's inputs, and the gradients that the tiles add up in fp32."""
-        of_inputs = 4 * self.positions * self.architecture.hidden
-        of_matrix = numbers(Part.GRADIENTS, "gradient of the head's matrix, summed in fp32", self.matrix, 4)
+        of_inputs, of_matrix = 4 * self.positions * self.architecture.hidden, self.matrix * self.trains_head
         return [
             self._head_inputs("inputs of the head"),
             activations("their gradients, summed in fp32", "P H 4", of_inputs),
-            *where((self.trains_head, of_matrix)),
+            numbers(Part.GRADIENTS, "gradient of the head's matrix, summed in fp32", of_matrix, 4),
         ]
 
     def _head_inputs(self, what: str) -> Term:

@@ -27,14 +27,12 @@ from common.planning.shares import (
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 """In the order of a run; validation and saving come again and again in training."""
-HIDDEN_STATES = 4
-"""Of a forward pass without gradients, where a layer is widest; see `_layer`."""
 ROOM_FOR_MODELS = 0.9
 """Of a device's memory: what models may take."""
 JUDGE_WEIGHTS, JUDGE_HIDDEN = 22_713_216, 384
@@ -113,13 +111,13 @@ class _PhaseSums:
             has_own_head = not (architecture.tied or architecture.classes)
             last = max(widest_matrix(architecture), embeddings * has_own_head)
             ranks = job.shard_ranks if sharing.shards_weights else job.devices
-            part = numbers(Part.WEIGHTS, "part of the embeddings", embeddings, each, ranks)
-            whole = numbers(Part.WEIGHTS, "embeddings before they are divided", embeddings, each)
-            module = numbers(Part.WEIGHTS, "a module before it is divided", last, each)
-            moments += [
-                ("the last module, whole", [*there, module]),
-                ("the embeddings, whole", [whole, *where((not sharing.pipelines, part))]),
+            parts = embeddings * (not sharing.pipelines)
+            first = [
+                numbers(Part.WEIGHTS, "embeddings before they are divided", embeddings, each),
+                numbers(Part.WEIGHTS, "part of the embeddings", parts, each, ranks),
             ]
+            module = numbers(Part.WEIGHTS, "a module before it is divided", last, each)
+            moments += [("the last module, whole", [*there, module]), ("the embeddings, whole", first)]
         return self._phase("loading", "trained model", *moments, attends=False)
 
     def validation(self) -> Phase:
@@ -127,7 +125,7 @@ class _PhaseSums:
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
         rows = self._filled_up(self.shape.validated) * self.job.batch.goal.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
-        layer = self._trained_layer(rows // parts, length, length) + self._images(rows)
+        layer = [*self._layer(rows // parts, length, length, trains=True), *self._images(rows)]
         moments = [
             (LAYER, [*kept, *sums.gathered(FSDP_GATHERED_IN_FORWARD), *layer]),
             (Moment.TOWER_FORWARD, [*kept, *self._looking(rows)]),
@@ -155,12 +153,14 @@ class _PhaseSums:
         rows = self._filled_up(min(shape.validated, max(1, at_once // target_length)))
         rows *= self.job.batch.goal.sequences_per_row
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
-        kept, saved = self._kept_beside(rows * length), self._reloaded()
-        passing = [*self._trained_layer(rows // parts, length, target_length), *self._images(rows)]
+        kept = self._kept_beside(rows * length)
+        # as any user loads it: with 4-bit bases the adapter on one
+        saved = self._whole.base_weights() if method.quantizes else self._whole_weights("weights of what was saved")
+        passing = [*self._layer(rows // parts, length, target_length, trains=True), *self._images(rows)]
         reading = [*self._layer(rows, length, target_length, a), *self._images(rows)]
         in_forward, at_loss = (self._trained.gathered(n) for n in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS))
-        with_adapter = Term(Part.LOGITS, "logits with the adapter that was loaded", "P V 4", 4 * count)
-        adapted = where((method.has_adapters and self.reloads_adapter, with_adapter))
+        reloaded = 4 * count * (method.has_adapters and self.reloads_adapter)
+        adapted = Term(Part.LOGITS, "logits with the adapter that was loaded", "P V 4", reloaded)
         moments = [
             (Moment.TOWER_FORWARD, [*kept, *self._looking(rows)]),
             (LAYER, [*kept, *in_forward, *passing]),
@@ -168,12 +168,16 @@ class _PhaseSums:
             ("what was saved is loaded", saved),
         ]
         if self.share.has_head or not sharing.pipelines:  # the last stage compares
-            expected = [Term(Part.LOGITS, "the trained model's logits", "P V 4", 4 * count), *adapted]
+            expected = [Term(Part.LOGITS, "the trained model's logits", "P V 4", 4 * count), adapted]
             copying = at_loss if sharing.uses_deepspeed else []  # FSDP lets go when the forward ends
+            each = 2 * a if parts > 1 else a  # of a pipeline with those of its micro-batches
+            with_copy = each + (4 if a < 4 else 0)
+            what = "whole logits of a few rows, and their copies"
+            logits, copied = (Term(Part.LOGITS, what, f"P V {size}", count * size) for size in (each, with_copy))
             moments += [
                 ("the saved model's vision tower", [*saved, *expected, *self._looking(rows)]),
-                ("the trained model's logits", [*kept, *at_loss, self._whole_logits(count)]),
-                ("the trained model's logits in fp32", [*kept, *copying, self._whole_logits(count, with_copy=True)]),
+                ("the trained model's logits", [*kept, *at_loss, logits]),
+                ("the trained model's logits in fp32", [*kept, *copying, copied]),
                 ("forward of a layer of the saved model", [*saved, *expected, *reading]),
                 ("the comparison with the saved model's", [*saved, _compared(count)]),
             ]
@@ -184,8 +188,8 @@ class _PhaseSums:
             what = "logits that the last stage sends, in fp32, too"
             received = Term(Part.LOGITS, what, f"P V {each}", count * each)
             moments += [
-                ("forward of a layer of the saved model", [*saved, *adapted, *reading]),
-                ("the saved model's logits", [*saved, *adapted, received]),
+                ("forward of a layer of the saved model", [*saved, adapted, *reading]),
+                ("the saved model's logits", [*saved, adapted, received]),
             ]
         # 4 bits have no room for the sum: without room for 16 the host merges, and one rank (2.3) does so in any case
         is_here = method.has_plain_adapters or (not sharing.is_single and self._has_room_for_whole())
@@ -238,11 +242,6 @@ class _PhaseSums:
         share = self.stage or (self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture))
         return device_sums(self.architecture, alone(self.job, replace(self.job.batch, rows=1)), share)
 
-    def _reloaded(self) -> list[Term]:
-        """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
-        quantizes = self.job.method.quantizes
-        return self._whole.base_weights() if quantizes else self._whole_weights("weights of what was saved")
-
     def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
         count = parameters_of(self.architecture, self._whole.share)
         return [numbers(Part.WEIGHTS, what, count, self.job.whole_model_bytes)]
@@ -268,8 +267,8 @@ class _PhaseSums:
         if job.method.has_adapters:
             adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
             count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)
-        weight = numbers(Part.BUFFERS, "the largest weight that is saved, gathered", count, job.trained_bytes)
-        return where((job.parallelism.shards_weights or job.parallelism.splits_matrices, weight))
+        count *= job.parallelism.shards_weights or job.parallelism.splits_matrices
+        return [numbers(Part.BUFFERS, "the largest weight that is saved, gathered", count, job.trained_bytes)]
 
     def _evaluated(self, tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
@@ -297,20 +296,14 @@ class _PhaseSums:
         sums = self._trained
         if not self.job.parallelism.pipelines:
             return sums.between_steps
-        size = sums.hidden_size(tokens)
-        handed_on, formula = size * (1 - 1 / self.job.micro_batches), "T H x, but for the last part"
-        received = Term(Part.BUFFERS, "hidden states to receive", "T H x, all parts", size)
-        return where(
-            (True, sums.weights() + sums.optimizer_states()),
-            (not self.share.has_embeddings, received),
-            (not self.share.has_head, activations("hidden states that were handed on", formula, handed_on)),
-        )
-
-    def _whole_logits(self, count: int, with_copy: bool = False) -> Term:
-        """Return all logits, a pipeline's with those of its micro-batches; of a shorter format also their fp32 copy."""
-        a, parts = self.job.arithmetic_bytes, self.job.micro_batches
-        each = a + (a if parts > 1 else 0) + (4 if a < 4 and with_copy else 0)
-        return Term(Part.LOGITS, "whole logits of a few rows, and their copies", f"P V {each}", count * each)
+        size, formula = sums.hidden_size(tokens), "T H x, but for the last part"
+        received, sent = size * (not self.share.has_embeddings), size * (not self.share.has_head)
+        return [
+            *sums.weights(),
+            *sums.optimizer_states(),
+            Term(Part.BUFFERS, "hidden states to receive", "T H x, all parts", received),
+            activations("hidden states that were handed on", formula, sent * (1 - 1 / self.job.micro_batches)),
+        ]
 
     def _autocast_copies(self) -> list[Term]:
         """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
@@ -319,7 +312,7 @@ class _PhaseSums:
             for stack, layers in self._trained.stacks
         )
         what = "autocast's copies of the trained matrices"
-        return where((self.job.autocasts, numbers(Part.WEIGHTS, what, trained, self.job.arithmetic_bytes)))
+        return [numbers(Part.WEIGHTS, what, trained * self.job.autocasts, self.job.arithmetic_bytes)]
 
     # -- a forward pass without gradients
 
@@ -331,7 +324,7 @@ class _PhaseSums:
         return TowerActivations(self.architecture.tower, replace(self.job, batch=batch, micro_batches=1))
 
     def _looking(self, rows: int) -> list[Term]:
-        """Return what a vision tower works on for so many rows; nothing where there are no images."""
+        """Return what a vision tower works on for so many rows."""
         tower = self._tower(rows)
         return [*tower.inputs(), *tower.forward()] if tower else []
 
@@ -340,35 +333,20 @@ class _PhaseSums:
         tower = self._tower(rows)
         return [*tower.inputs(), *tower.result()] if tower else []
 
-    def _trained_layer(self, rows: int, length: int, target_length: int) -> list[Term]:
-        """Return what the widest layer of the trained model works on, where ranks divide it."""
-        job, part = self.job, part_of_rank(self.architecture, self.job)
-        linears = [linear for stack in part.stacks for linear in stack.linears]
-        # where an adapter's result comes beside the layer's widest tensors
-        adapted = frozenset(linear.block for linear in linears if job.adapts(linear) and not linear.ends_block)
-        states = HIDDEN_STATES - job.parallelism.pipelines  # a stage lets go of the embeddings
-        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, adapted, part, states)
-        return [*passing, *self._trained.summed(rows * length)]
+    def _layer(self, rows: int, length: int, target_length: int, a: int = 0, trains: bool = False) -> list[Term]:
+        """Return what the widest layer works on, in numbers of `a` bytes, 0: those that training computes with.
 
-    def _layer(
-        self,
-        rows: int,
-        length: int,
-        target_length: int,
-        a: int,
-        adapted: frozenset[Block] = frozenset(),
-        part: Architecture | None = None,
-        states: int = HIDDEN_STATES,
-    ) -> list[Term]:
-        """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
-
-        So many hidden `states` (the embeddings, the layer's input, its sum with the attention's result, and the norm of
-        that), and what the MLP or the attention makes of the last; of a block that is `adapted` also its adapter's
-        result. `part` is what a rank has of the layers; None: all.
+        Hidden states (the embeddings, of which a stage lets go, the layer's input, its sum with the attention's result,
+        and the norm of that), and what the MLP or the attention makes of the last. Where the model `trains`, a rank has
+        its part of the layers, and an adapter's result may come beside the widest tensors.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
-        the layer keeps the last, and the mask, until it ends.
+        the layer keeps the last, and the mask, until it ends. `target_length` is that of an encoder-decoder's decoder.
         """
-        architecture, is_eager = part or self.architecture, self.job.attention == "eager"
+        job, is_eager, a = self.job, self.job.attention == "eager", a or self.job.arithmetic_bytes
+        architecture = part_of_rank(self.architecture, job) if trains else self.architecture
+        linears = [linear for stack in architecture.stacks for linear in stack.linears if trains and job.adapts(linear)]
+        adapted = {linear.block for linear in linears if not linear.ends_block}
+        states = 4 - (trains and job.parallelism.pipelines)
         of_mlp = (3 if architecture.family.is_llama_like else 2) + (Block.MLP in adapted)
         of_attention = (3 if is_eager else 5) + (Block.ATTENTION in adapted)
         crosses = [stack.kind == StackKind.CROSS_DECODER for stack in architecture.stacks]
@@ -376,16 +354,14 @@ class _PhaseSums:
         tokens, pairs = rows * longest, rows * longest**2 * is_eager
         in_softmax = a + 4 + (4 if a < 4 else 0)  # a shorter format is cast to fp32 before
         in_mlp = (tokens * of_mlp * architecture.intermediate * a, pairs * (architecture.heads + 1) * a)
-        in_attention = (
-            tokens * of_attention * architecture.query_size * a,
-            pairs * (architecture.heads * in_softmax + a),
-        )
-        made, scores = max(in_mlp, in_attention, key=sum)
+        of_scores = pairs * (architecture.heads * in_softmax + a)
+        made, scores = max(in_mlp, (tokens * of_attention * architecture.query_size * a, of_scores), key=sum)
         formula = f"T ({states} H + max({of_mlp} I, {of_attention} Q)) a"
         hidden = states * tokens * architecture.hidden * a
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             activations("attention scores and their mask", "B heads S S x", scores),
+            *(self._trained.summed(rows * length) if trains else []),
         ]
 
     def _answers(self, a: int) -> dict[str, list[Term]]:

@@ -9,7 +9,7 @@ from common.planning.architectures import Tower
 from common.planning.job import BatchShape, Job
 from common.planning.layer_activations import LayerActivations
 from common.planning.shares import alone
-from common.planning.terms import Part, Term, activations, times_each, where
+from common.planning.terms import Part, Term, activations, times_each
 
 # as processors make them: a channel in fp32, and whether a pixel counts as int64
 PIXEL_BYTES, PIXEL_MASK_BYTES = 4, 8
@@ -94,14 +94,11 @@ class TowerActivations:
         layer = self.layer.saved(self.stack)
         if self.job.gradient_checkpointing:
             layer = [activations("layer input", "N Hv x", hidden * self.hidden_bytes)]
-        behind_layers = [
-            activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES),
-            activations("input of the connector", "N Hv a", hidden * a),
-        ]
         return [
             *times_each(layer, layers, f"vision tower, {layers} x "),
             activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N", of_patches),
-            *where((not one_left, behind_layers)),
+            activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES * (not one_left)),
+            activations("input of the connector", "N Hv a", hidden * a * (not one_left)),
         ]
 
     def cached_copies(self) -> list[Term]:
