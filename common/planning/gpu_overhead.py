@@ -9,7 +9,7 @@ from common.planning.job import Job
 from common.planning.memory_plan import device_memory
 from common.planning.shares import Share, part_of_rank
 from common.planning.step_speed import generation_of
-from common.planning.terms import DeviceMemory, Part, Term, size_of, where
+from common.planning.terms import DeviceMemory, Part, Term, size_of
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
@@ -60,8 +60,8 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     # where there is no room the allocator gives free blocks back
     room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
     apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
-    formula = "free at the highest moment, as far as there is room"
-    return terms + where((apart, Term(Part.OVERHEAD, APART, formula, apart)))
+    freed = Term(Part.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart)
+    return [*terms, freed] if apart else terms
 
 
 def _process_terms(job: Job, process_gib: float) -> list[Term]:

@@ -34,7 +34,7 @@ from common.planning.shares import (
     trained_weight_bytes,
     trains_head,
 )
-from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
 
@@ -91,6 +91,7 @@ class DeviceSums(Resident):
 
     Attributes:
         batch: Of one micro-batch.
+        matrix: Weights of the head's matrix.
         adds_to_gradients: A backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets.
         keeps_inputs: The inputs of layers are kept, with their gradients, until the backward pass has ended. FSDP's
             first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
@@ -104,6 +105,7 @@ class DeviceSums(Resident):
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         super().__init__(architecture, job, share)
         self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)
+        self.matrix = architecture.vocab * architecture.hidden
         self.trains_head = share.has_head and trains_head(architecture, job)
         self.is_llama_like = architecture.family.is_llama_like
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
@@ -204,7 +206,7 @@ class DeviceSums(Resident):
             size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
             moments[when.TOWER_FORWARD] = [*tower.forward(), activations("embeddings of the text", "T H w", size)]
         if tower and self.trained_of_tower:
-            gradient = where((self.job.trains_all, self._hidden_state("gradient of the embeddings' result")))
+            gradient = [self._hidden_state("gradient of the embeddings' result")] if self.job.trains_all else []
             of_layer, first_left = [*gradient, *tower.layer_backward()], tower.saved(one_left=True)
             moments[when.TOWER_LAST_BACKWARD] = [*of_layer, *self.tower_saved]
             moments[when.TOWER_FIRST_BACKWARD] = [*of_layer, *self._tower_gradients(), *first_left]
@@ -247,8 +249,7 @@ class DeviceSums(Resident):
         return self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers")
 
     def _head_gradients(self) -> int:
-        matrix = self.architecture.vocab * self.architecture.hidden
-        return matrix + self.architecture.final_parameters if self.trains_head else 0
+        return (self.matrix + self.architecture.final_parameters) * self.trains_head
 
     def _tower_gradients(self) -> list[Term]:
         count = self.trained_of_tower * (not self.job.has_buckets)
@@ -300,8 +301,8 @@ class DeviceSums(Resident):
         return [*of_head, *self._embeddings_saved(self.stacks), *self._encoders_output(), *sent]
 
     def _encoders_output(self) -> list[Term]:
-        # what all of the decoder's layers read beside their own input
-        return where((self.is_encoder_decoder, self._hidden_state("encoder's output", formula="TE H x")))
+        """Return what all of the decoder's layers read beside their own input, of an encoder-decoder."""
+        return [self._hidden_state("encoder's output", formula="TE H x")] if self.is_encoder_decoder else []
 
     def _embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
         """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
@@ -316,15 +317,16 @@ class DeviceSums(Resident):
         """Return what final norm and head keep where tokens are predicted."""
         if not self.share.has_head:
             return []
-        t, h, a, full = self.batch.tokens, self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
-        norm_each = 4 + (self.hidden_bytes if full else 0)
+        size, a, trains = self.batch.tokens * self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
+        norm_each = 4 + (self.hidden_bytes if trains else 0)
         # BERT's head for masked tokens does more before its matrix
         transforms = len(self.architecture.stacks) == 1 and not self.is_llama_like
-        return where(
-            (self.is_llama_like, activations("final norm", f"T H {norm_each}", t * h * norm_each)),
-            (transforms, activations("head before its matrix", "T H (5 + 3 a)", t * h * (5 + 3 * a))),
-            (full and not self.chunks_loss, activations("input of the head", "P H a", self.positions * h * a)),
-        )
+        inputs = self.positions * self.architecture.hidden * a * (trains and not self.chunks_loss)
+        return [
+            activations("final norm", f"T H {norm_each}", size * norm_each * self.is_llama_like),
+            activations("head before its matrix", "T H (5 + 3 a)", size * (5 + 3 * a) * transforms),
+            activations("input of the head", "P H a", inputs),
+        ]
 
     def _saved_by_classifier(self) -> list[Term]:
         """Return what a classifier's head keeps of one position per row."""
@@ -345,9 +347,9 @@ class DeviceSums(Resident):
         times = self.share.in_flight - 1
         if not times:
             return []
-        of_loss = [self._logits("log-probabilities in fp32", "P V 4", 4), *self._head_copy()]
-        is_whole = self.share.has_head and not self.chunks_loss
-        terms = [*self.saved_outside_layers, *where((is_whole, of_loss)), *self._held_by_schedule()]
+        terms = [*self.saved_outside_layers, *self._held_by_schedule()]
+        if self.share.has_head and not self.chunks_loss:
+            terms += [self._logits("log-probabilities in fp32", "P V 4", 4), *self._head_copy()]
         return times_each(terms, times, f"{times} x, of waiting micro-batches: ")
 
     # -- logits and loss
@@ -373,7 +375,7 @@ class DeviceSums(Resident):
         logits = self._logits("logits and log-probabilities", f"P V {each}", each)
         if self.job.parallelism.pipelines:
             logits = self._returned_logits("logits")
-        return [*where((self.share.has_head, [logits, *self._head_copy()])), *self._cached_copies()]
+        return [*([logits, *self._head_copy()] if self.share.has_head else []), *self._cached_copies()]
 
     def _loss(self) -> list[Term]:
         """Return what the highest moment of the loss, or that of its backward pass, holds."""
@@ -391,21 +393,24 @@ class DeviceSums(Resident):
         """Return what the head's backward pass holds (in chunks that of the last one) when it comes to its matrix."""
         if not self.share.has_head:
             return []
-        job, a, matrix = self.job, self.job.arithmetic_bytes, self.architecture.vocab * self.architecture.hidden
-        gradient = self._gradients(matrix, "gradient of the head's matrix")
+        job, a, trained = self.job, self.job.arithmetic_bytes, self.matrix * self.trains_head
+        gradient = self._gradients(trained, "gradient of the head's matrix")
         if not self.chunks_loss:
             logits = self._logits("gradient of the logits", "P V a", a)
-            return [logits, *self._head_copy(), *self._held_by_schedule(), *where((self.trains_head, gradient))]
-        logits = self._logits("gradient of a chunk's logits", "C V a", a, of_chunk=True)
-        what = "gradient of the head's matrix, beside its bucket"
-        beside_bucket = numbers(Part.GRADIENTS, what, matrix, job.trained_bytes)
-        cast = Term(Part.GRADIENTS, "the same in the arithmetic's format", "V H a", matrix * a)
-        of_matrix = [*gradient, *where((job.has_buckets, beside_bucket), (job.autocasts, cast))]
-        return [logits, *self._head_copy(), *self._of_chunks(), *where((self.trains_head, of_matrix))]
+            return [logits, *self._head_copy(), *self._held_by_schedule(), *gradient]
+        beside_bucket, what = trained * job.has_buckets, "gradient of the head's matrix, beside its bucket"
+        return [
+            self._logits("gradient of a chunk's logits", "C V a", a, of_chunk=True),
+            *self._head_copy(),
+            *self._of_chunks(),
+            *gradient,
+            numbers(Part.GRADIENTS, what, beside_bucket, job.trained_bytes),
+            Term(Part.GRADIENTS, "the same in the arithmetic's format", "V H a", trained * a * job.autocasts),
+        ]
 
     def _of_chunks(self) -> list[Term]:
         """Return what all chunks together hold: the head's inputs with their gradients, and a sum of its own."""
-        size = 4 * self.architecture.vocab * self.architecture.hidden * (self.trains_head and self.chunks > 1)
+        size = 4 * self.matrix * (self.trains_head and self.chunks > 1)
         return [
             activations("inputs of the head, and their gradients", "2 P H x", 2 * self.hidden_size(self.positions)),
             Term(Part.GRADIENTS, "head's gradient of the chunks before", "V H 4", size),
@@ -452,8 +457,9 @@ class DeviceSums(Resident):
         job = self.job
         has_wide_head = job.method.quantizes and job.end_bytes == 4 and job.precision != "fp32"
         is_cast = job.loop.autocasts and (job.autocasts or (has_wide_head and job.shard_ranks == 1))
-        size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes * is_cast
-        return [Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)]
+        return [
+            Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", self.matrix * job.arithmetic_bytes * is_cast)
+        ]
 
     # -- after the layers
 
@@ -466,7 +472,7 @@ class DeviceSums(Resident):
             what = "gradient of the tied embeddings, and its sum with the head's"
             return [activations(what, "2 V H w", 2 * size)]
         what = "gradient of the embeddings, before it is added"
-        return where((self.adds_to_gradients, activations(what, "V H w", size)))
+        return [activations(what, "V H w", size * self.adds_to_gradients)]
 
     def _tied_gradient_received(self) -> list[Term]:
         """Return the gradient that, with pp, first and last stage send each other, as both hold tied embeddings."""

@@ -12,7 +12,7 @@ Letters as in `memory_plan`, and: P positions that the head reads, R of these an
 from common.planning.layer_activations import widest_without_gradients
 from common.planning.memory_plan import DeviceSums, Moment
 from common.planning.shares import widest_matrix
-from common.planning.terms import Part, Term, activations, numbers, size_of, where
+from common.planning.terms import Part, Term, activations, numbers, size_of
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
 FORWARD_BESIDE, BACKWARD_BESIDE = 13, 29
@@ -33,20 +33,16 @@ class PairSums(DeviceSums):
         """`U`: columns of a tile."""
         return min(self.architecture.vocab, TILE_COLUMNS)
 
-    @property
-    def matrix(self) -> int:
-        """How many weights the head's matrix has."""
-        return self.architecture.vocab * self.architecture.hidden
-
     def _at_work(self) -> dict[Moment, list[Term]]:
         """Return the moments of every step, and those before the backward pass: the head, and the reference's pass."""
         head = self.loss_without_gradients(self.batch.sequences, self.batch.length, self.batch.labelled)
         moments = {Moment.HEAD_FORWARD: head}
         if self.job.reads_reference:
             policy, a = self._head_inputs("inputs of the policy's head"), self.job.arithmetic_bytes
-            copy = numbers(Part.WEIGHTS, "autocast's copy of the widest matrix", widest_matrix(self.architecture), a)
+            widest = widest_matrix(self.architecture) * self.job.autocasts
+            copy = numbers(Part.WEIGHTS, "autocast's copy of the widest matrix", widest, a)
             layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
-            moments[Moment.REFERENCE_LAYER] = [policy, layer, *where((self.job.autocasts, copy))]
+            moments[Moment.REFERENCE_LAYER] = [policy, layer, copy]
             moments[Moment.REFERENCE_HEAD] = [policy, *head]
         return moments | super()._at_work()
 

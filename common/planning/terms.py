@@ -26,7 +26,7 @@ PARTS = tuple(part for part in Part if part != Part.OVERHEAD)
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a device's memory: `count` bytes. Those without bytes are never printed."""
+    """One summand of a device's memory: `count` bytes; 0 where a condition does not hold, and then it is not shown."""
 
     part: Part
     what: str
@@ -58,11 +58,6 @@ def numbers(part: Part, what: str, count: int, bytes_each: float, ranks: int = 1
 def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
     """Return the terms so many times as large, with a prefix that says so."""
     return [Term(term.part, prefix + term.what, term.formula, term.count * times) for term in terms]
-
-
-def where(*rows: tuple[object, Term | list[Term]]) -> list[Term]:
-    """Return the terms of a table whose condition, in the first column, holds; a row has one term or several."""
-    return [term for holds, terms in rows if holds for term in (terms if isinstance(terms, list) else [terms])]
 
 
 @dataclass(frozen=True)
