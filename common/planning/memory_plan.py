@@ -347,10 +347,10 @@ class DeviceSums(Resident):
         times = self.share.in_flight - 1
         if not times:
             return []
-        terms = [*self.saved_outside_layers, *self._held_by_schedule()]
+        terms = self.saved_outside_layers
         if self.share.has_head and not self.chunks_loss:
-            terms += [self._logits("log-probabilities in fp32", "P V 4", 4), *self._head_copy()]
-        return times_each(terms, times, f"{times} x, of waiting micro-batches: ")
+            terms = [*terms, self._logits("log-probabilities in fp32", "P V 4", 4), *self._head_copy()]
+        return times_each([*terms, *self._held_by_schedule()], times, f"{times} x, of waiting micro-batches: ")
 
     # -- logits and loss
 
@@ -457,9 +457,8 @@ class DeviceSums(Resident):
         job = self.job
         has_wide_head = job.method.quantizes and job.end_bytes == 4 and job.precision != "fp32"
         is_cast = job.loop.autocasts and (job.autocasts or (has_wide_head and job.shard_ranks == 1))
-        return [
-            Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", self.matrix * job.arithmetic_bytes * is_cast)
-        ]
+        size = self.matrix * job.arithmetic_bytes * is_cast
+        return [Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)]
 
     # -- after the layers
 
