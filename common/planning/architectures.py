@@ -231,8 +231,6 @@ def is_known_architecture(model: str, revision: str = "") -> bool:
 def as_classifier(architecture: Architecture, classes: int) -> Architecture:
     """Return the encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix.
 
-    BERT calls the dense layer its pooler, RoBERTa a part of its classifier (`*ForSequenceClassification`).
-
     Raises:
         BadInputError: It is no encoder.
     """
@@ -284,12 +282,11 @@ class Family:
         read: Makes the architecture from a name and the contents of a config.json.
         is_llama_like: Norms come before attention and MLP, the MLP has a gate, positions are rotary. Otherwise layers
             end with a norm, as in BERT and BART.
-        attention_bias: The biases of queries, keys and values where the config.json does not say.
+        attention_bias: Queries, keys and values have biases where the config.json does not say.
         normalizes_queries: Queries and keys have norms of their own.
         has_pooler: A classifier reads the last hidden state's first token through a pooler, without dropout before it.
-        embeddings, layers, heads: Names of modules, for device maps: the embeddings, the list of layers, and what
-            follows them in a model that predicts tokens.
-        classifier: What follows the layers in a model that classifies; empty = classifiers are not planned.
+        embeddings, layers, heads, classifier: Names of modules: what follows the layers in a model that predicts
+            tokens, and in one that classifies; empty = classifiers are not planned.
     """
 
     read: Callable[[str, dict[str, Any]], Architecture]

@@ -65,7 +65,6 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
 
 
 def _process_terms(job: Job, process_gib: float) -> list[Term]:
-    """Return what a process on a CPU holds besides the step's tensors."""
     what = "process: Python, PyTorch, libraries, data"
     if process_gib:
         return [Term(Part.OVERHEAD, what, "measured", (process_gib + CPU_LATER_GIB) * GIB)]

@@ -46,7 +46,6 @@ def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[st
 
 
 def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
-    """Return the one weight, or part of it, that each rank has on the way from a file to its device."""
     sharing, count = job.parallelism, max(widest_matrix(architecture), architecture.embedding_parameters)
     ranks = 1 if sharing.in_one_process else job.devices // machines
     reads_parts = (sharing.uses_fsdp or sharing.splits_matrices) and not (job.draws_weights or job.method.quantizes)
@@ -57,7 +56,6 @@ def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
 
 
 def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
-    """Return what is on the host of the model, or the adapters, that are saved at the end."""
     weights, trained = _counts(architecture, job)
     count, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
     sharing = job.parallelism
@@ -70,7 +68,6 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
 
 
 def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return what is on the host of the model with its adapter merged in."""
     if not job.method.has_adapters:
         return []
     weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes

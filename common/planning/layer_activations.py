@@ -153,7 +153,6 @@ class LayerActivations:
         ]
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
-        """Whether an adapter keeps a copy of its input, which dropout or a cast made."""
         job, differs = self.job, self.has_wide_input(linear)
         if job.loop.casts_adapter_inputs:
             differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters

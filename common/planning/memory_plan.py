@@ -137,7 +137,6 @@ class DeviceSums(Resident):
         return DeviceMemory(moment, tuple(term for term in alive[moment] if term.count), self._blocks())
 
     def _alive(self) -> dict[Moment, list[Term]]:
-        """Return the terms of each moment that the step has."""
         lasting = self._lasting()
         return {
             moment: [*(term for terms, moments in lasting if moment in moments for term in terms), *at_work]
@@ -263,7 +262,6 @@ class DeviceSums(Resident):
         return [numbers(Part.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 
     def _scattered(self) -> list[Term]:
-        """Return a layer's gradients before FSDP or ZeRO's stage 3 divides them among the ranks."""
         count = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
         count *= self.job.parallelism.shards_weights and not self.job.method.has_adapters
         what = "a layer's gradients before they are scattered"
@@ -290,7 +288,6 @@ class DeviceSums(Resident):
         return self.layer.saved(stack)
 
     def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x") -> Term:
-        """Return a hidden state of all tokens, by default of those that the first stack reads."""
         return activations(what, formula, self.hidden_size(self.batch.tokens_in(stack or self.architecture.stacks[0])))
 
     @cached_property
@@ -301,7 +298,6 @@ class DeviceSums(Resident):
         return [*of_head, *self._embeddings_saved(self.stacks), *self._encoders_output(), *sent]
 
     def _encoders_output(self) -> list[Term]:
-        """Return what all of the decoder's layers read beside their own input, of an encoder-decoder."""
         return [self._hidden_state("encoder's output", formula="TE H x")] if self.is_encoder_decoder else []
 
     def _embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
@@ -314,7 +310,6 @@ class DeviceSums(Resident):
         return [activations("embeddings' norm and dropout", formula, size), *self.tower_saved]
 
     def _saved_by_head(self) -> list[Term]:
-        """Return what final norm and head keep where tokens are predicted."""
         if not self.share.has_head:
             return []
         size, a, trains = self.batch.tokens * self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
@@ -329,7 +324,6 @@ class DeviceSums(Resident):
         ]
 
     def _saved_by_classifier(self) -> list[Term]:
-        """Return what a classifier's head keeps of one position per row."""
         if not self.share.has_head:
             return []
         pools, hidden = self.architecture.family.has_pooler, self.architecture.hidden
@@ -362,7 +356,6 @@ class DeviceSums(Resident):
         return self.batch.sequences * self.batch.labelled if chooses else self.batch.tokens_in(last)
 
     def _logits(self, what: str, formula: str, each: int, of_chunk: bool = False) -> Term:
-        """Return so many bytes for each logit, of all positions at once or of a chunk's."""
         positions = self.positions_at_once if of_chunk else self.positions
         return Term(Part.LOGITS, what, formula, each * positions * self.architecture.vocab)
 
@@ -378,7 +371,6 @@ class DeviceSums(Resident):
         return [*([logits, *self._head_copy()] if self.share.has_head else []), *self._cached_copies()]
 
     def _loss(self) -> list[Term]:
-        """Return what the highest moment of the loss, or that of its backward pass, holds."""
         if not self.share.has_head:
             return []
         if self.chunks_loss:
@@ -409,7 +401,6 @@ class DeviceSums(Resident):
         ]
 
     def _of_chunks(self) -> list[Term]:
-        """Return what all chunks together hold: the head's inputs with their gradients, and a sum of its own."""
         size = 4 * self.matrix * (self.trains_head and self.chunks > 1)
         return [
             activations("inputs of the head, and their gradients", "2 P H x", 2 * self.hidden_size(self.positions)),
@@ -463,7 +454,6 @@ class DeviceSums(Resident):
     # -- after the layers
 
     def _embeddings_backward(self) -> list[Term]:
-        """Return the embeddings' gradient, where another one waits beside it: the head's, or an earlier one."""
         if not (self.job.trains_all and self.share.has_embeddings):
             return []
         size = self.architecture.embedding_parameters * self.job.trained_bytes
@@ -474,14 +464,12 @@ class DeviceSums(Resident):
         return [activations(what, "V H w", size * self.adds_to_gradients)]
 
     def _tied_gradient_received(self) -> list[Term]:
-        """Return the gradient that, with pp, first and last stage send each other, as both hold tied embeddings."""
         is_one_end = self.architecture.tied and self.share.has_embeddings != self.share.has_head
         sends = self.job.parallelism.pipelines and self.job.trains_all and is_one_end
         size = self.architecture.embedding_parameters * self.job.trained_bytes * sends
         return [Term(Part.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)]
 
     def _optimizer_step(self) -> list[Term]:
-        """Return one more state's worth for optimizers that are not fused, and so work on lists."""
         size = trained_weight_bytes(self.architecture, self.job, self.share) / self.job.shard_ranks
         size *= self.job.optimizer == "adamw_torch" and not self.job.offload
         return [Term(Part.OPTIMIZER, "square roots of the variances, all at once", "one state", size)]

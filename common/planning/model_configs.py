@@ -13,10 +13,8 @@ from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 SPLIT = 4
-"""Tiles along an edge of an image that a processor cuts, beside the whole one: its longest edge is 4 of them.
-
-(transformers/models/idefics3/image_processing_idefics3.py; SmolVLM's has 1536 pixels.)
-"""
+"""Tiles along the longest edge of an image that a processor cuts, beside the whole one (transformers/models/idefics3/
+image_processing_idefics3.py; SmolVLM's edge has 1536 pixels)."""
 COUNTED_FROM_PADDING = (
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
@@ -40,8 +38,7 @@ PUBLISHED = "Take the config.json as published, or pass another --model."
 def find_config(model: str, revision: str = "") -> Path:
     """Find the config.json of `model`: a file, a folder, a Hub id in the cache, or a name in assets/model_configs.
 
-    A Hub id that is not in the cache is found among these by its last part, with or without `-Instruct`:
-    Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
+    A Hub id that is not in the cache is found among these by its last part: Qwen/Qwen2.5-7B-Instruct as qwen2.5-7b.
     With a `revision`, which may differ from what is published, only the cache is searched.
 
     Raises:
@@ -93,10 +90,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def cached_commit(model: str, revision: str = "") -> str | None:
-    """Return the commit that a revision of a Hub id (its main branch by default) has in the cache.
-
-    None where `model` is no Hub id, or that revision is not in the cache.
-    """
+    """Return the commit that a revision of a Hub id (its main branch by default) has in the cache, if any."""
     config = _cached_config(model, revision) if is_hub_id(model) else None
     return config.parent.name if config else None
 
@@ -118,10 +112,7 @@ def _looks_like_id(model: str) -> bool:
 
 
 def _cached_config(model: str, revision: str = "") -> Path | None:
-    """Return the config.json of a revision (the main branch by default) in the cache, in a folder called by its commit.
-
-    None where the cache lacks it.
-    """
+    """Return the config.json of a revision in the cache, in a folder called by its commit; None where it lacks it."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json", constants.HF_HUB_CACHE, revision or None)
@@ -129,7 +120,6 @@ def _cached_config(model: str, revision: str = "") -> Path | None:
 
 
 def _cached_configs(model: str) -> list[Path]:
-    """Return the config.json of every commit in the cache."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -180,9 +170,7 @@ def _values_in(config: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def refuse_quantized(model: str, config: dict[str, Any]) -> None:
-    """Refuse a model that is published in a quantized form, by its config.json.
-
-    Libraries load some of these forms, and train adapters beside them, but such a base cannot take a merge.
+    """Refuse a model that is published in a quantized form: libraries load some of these, but cannot merge into them.
 
     Raises:
         BadInputError: with the method, and what to pass instead.

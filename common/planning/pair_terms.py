@@ -63,12 +63,10 @@ class PairSums(DeviceSums):
     # -- the head
 
     def _loss(self) -> list[Term]:
-        """Return what the backward pass of the last tile holds."""
         beside = max((self._folded(self.positions, BACKWARD_BESIDE), self._summed()), key=size_of)
         return [*self._tile(self.positions), *beside, *self._of_all_tiles()]
 
     def _head_backward(self) -> list[Term]:
-        """Return what the head holds when its gradients are whole, and in the formats of inputs and weights."""
         each = self.job.trained_bytes
         of_inputs, of_matrix = self.hidden_size(self.positions), self.matrix * (self.trains_head and each < 4)
         return [
@@ -89,7 +87,6 @@ class PairSums(DeviceSums):
         ]
 
     def _tile(self, positions: int) -> list[Term]:
-        """Return a tile's buffer, and copies of what is multiplied, where that has another format."""
         h, a, rows = self.architecture.hidden, self.job.arithmetic_bytes, min(positions, TILE_POSITIONS)
         of_columns, of_positions = h * (self.job.weight_bytes != a), h * a * (self.hidden_bytes != a)
         return [
@@ -104,7 +101,6 @@ class PairSums(DeviceSums):
         return [Term(Part.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)]
 
     def _summed(self) -> list[Term]:
-        """Return the fp32 copies of a tile and its columns, or its positions, that a CPU multiplies to gradients."""
         if not self.job.cpu_operations or self.job.arithmetic_bytes == 4:
             return []
         rows = min(self.positions, TILE_POSITIONS)
@@ -115,7 +111,6 @@ class PairSums(DeviceSums):
         ]
 
     def _of_all_tiles(self) -> list[Term]:
-        """Return the head's inputs, and the gradients that the tiles add up in fp32."""
         of_inputs, of_matrix = 4 * self.positions * self.architecture.hidden, self.matrix * self.trains_head
         return [
             self._head_inputs("inputs of the head"),

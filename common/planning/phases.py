@@ -53,10 +53,7 @@ class Phase:
 
 
 def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
-    """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
-
-    The original base judges the quantized one's answers; without room the quantized base is evaluated alone.
-    """
+    """Return whether a device holds QLoRA's base and, beside it, a model in 16 bits, which judges its answers."""
     return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
 
 
@@ -101,7 +98,7 @@ class _PhaseSums:
     def loading(self) -> Phase:
         """Return the model when its last weight is there; or a module that is whole before it is divided.
 
-        Of files each rank reads its part alone. Weights that are drawn, quantized or DeepSpeed's come module by module.
+        Of files each rank reads its part alone; weights that are drawn, quantized or DeepSpeed's come by modules.
         """
         job, architecture, there = self.job, self.architecture, self._trained.weights()
         moments, sharing = [("the last weight", there)], job.parallelism
@@ -261,7 +258,6 @@ class _PhaseSums:
         return self.shape.answered(stages, ranks // stages)
 
     def _gathered_to_save(self) -> list[Term]:
-        """Return the largest of the weights that ranks gather one by one while rank 0 writes them."""
         job, architecture = self.job, self.architecture
         count = max(widest_matrix(architecture), architecture.embedding_parameters)
         if job.method.has_adapters:
@@ -306,7 +302,6 @@ class _PhaseSums:
         ]
 
     def _autocast_copies(self) -> list[Term]:
-        """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
         trained = sum(
             layers * sum(linear.weights for linear in stack.linears if self.job.trains(linear))
             for stack, layers in self._trained.stacks
@@ -317,14 +312,12 @@ class _PhaseSums:
     # -- a forward pass without gradients
 
     def _tower(self, rows: int) -> TowerActivations | None:
-        """Return the vision tower with the images of so many rows before it; None without."""
         if not sees(self.architecture, self.job, self.share):
             return None
         batch = replace(self.job.batch, rows=rows)
         return TowerActivations(self.architecture.tower, replace(self.job, batch=batch, micro_batches=1))
 
     def _looking(self, rows: int) -> list[Term]:
-        """Return what a vision tower works on for so many rows."""
         tower = self._tower(rows)
         return [*tower.inputs(), *tower.forward()] if tower else []
 
@@ -380,7 +373,6 @@ class _PhaseSums:
         }
 
     def _summaries(self, rows: int, a: int) -> dict[str, list[Term]]:
-        """Return the same of an encoder-decoder, whose beams share nothing."""
         length = self.shape.prompt_length
         of_texts = self._cached(rows, length, a, "keys and values of the texts")
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")

@@ -122,7 +122,6 @@ class Resident:
         ]
 
     def _buffers(self) -> list[Term]:
-        """Return what the parallelism keeps all the time, for gradients and for what is sent."""
         job, each, sharing, trained = self.job, self.job.trained_bytes, self.job.parallelism, self.trained
         of_tower, has_parts = self.trained_of_tower * job.has_buckets, sharing.collects_gradients and not job.offload
         neighbours = 2 - self.share.has_embeddings - self.share.has_head

@@ -13,10 +13,9 @@ class Share:
     """The part of the model that one device holds.
 
     Attributes:
-        layers: How many layers of each stack.
+        layers: Of each stack.
         in_flight: Micro-batches whose activations wait for their backward pass at once.
-        keeps_first_gradients: The gradients that the backward pass computes first stay on this device, where each rank
-            keeps a part of them: those of the last weights, which the last ranks have.
+        keeps_first_gradients: Where each rank keeps a part of the gradients, those that come first stay here.
     """
 
     layers: tuple[int, ...]
@@ -79,10 +78,7 @@ def parameters_of(architecture: Architecture, share: Share) -> int:
 
 
 def tower_parameters(architecture: Architecture, share: Share) -> int:
-    """Return how many weights of a vision tower and its connector a device holds: they are where the embeddings are.
-
-    Those that get gradients are each as wide as the model's own weights, also beside adapters.
-    """
+    """Return how many weights of a vision tower and its connector a device holds: they are where the embeddings are."""
     return architecture.tower_parameters * share.has_embeddings
 
 

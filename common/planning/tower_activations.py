@@ -25,15 +25,12 @@ def job_of_tower(tower: Tower, job: Job) -> Job:
 
 
 class TowerActivations:
-    """The terms of a tower and its connector, beside their weights.
+    """The terms of a tower and its connector, beside their weights; `job` is that of the whole model.
 
     Attributes:
-        job: Of the whole model.
-        stack, layer: The encoder's layers, and the terms of one of them.
         hidden_bytes: `x` of the tower: bytes of a hidden state between its layers, as wide as its weights.
-        patches: `N`.
+        patches, pixels: Of all tiles.
         hidden: Numbers of the hidden states of all patches.
-        pixels: Of all tiles.
         tokens: That stand for all tiles in the decoder.
     """
 
@@ -82,11 +79,7 @@ class TowerActivations:
         ]
 
     def saved(self, one_left: bool = False) -> list[Term]:
-        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left.
-
-        Beside its layers: what the embeddings of patches keep, and until their backward pass the last norm and the
-        connector.
-        """
+        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left."""
         if not self.job.trains_tower:
             return []
         layers, a, hidden = 1 if one_left else self.stack.layers, self.job.arithmetic_bytes, self.hidden
