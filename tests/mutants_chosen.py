@@ -579,7 +579,7 @@ PLANS = (
     Fault(
         "memory plan: gradients are left out",
         "common/planning/memory_plan.py",
-        'return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]',
+        'return [*self._gradients(self.trained, "gradients"), self.tower_gradients]',
         "return []",
         _unit("memory_plan", "sixteen_bytes_per_trained_weight_as_in_the_seed"),
     ),

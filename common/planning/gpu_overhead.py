@@ -24,16 +24,15 @@ EAGER_SCORE_BYTES = 4
 # with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
 # of `nvidia-smi` (`published_memory.CALIBRATION`)
 RANKS_GIB = 2.0
-# resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
-# Transformers, PEFT, judge and rows; measured once, on one machine, for a process that is not there to be measured
+# resident memory of a run's process at the end of training, besides its tensors, as measured once on one machine
 CPU_PROCESS_GIB = 0.62
 # with images more: Pillow, the image processor, and the images as they are stored (records of 3.3: 0.73 to 0.76 in all)
 CPU_PICTURES_GIB = 0.13
 # with pairs of answers more: what glibc keeps of freed blocks beside the head's tiles, whose sizes differ from batch to
 # batch (runs of 3.4 took 0.73 to 0.77; with MALLOC_MMAP_THRESHOLD_=262144, which gives them back, 0.62)
 CPU_PAIRS_GIB = 0.12
-# where the process was measured before its model loaded, what it comes to hold besides tensors: the judge, libraries
-# that load late, freed blocks (0.05 without a judge, 0.08 to 0.09 with one, with pairs of answers 0.13)
+# where the process was measured before its model loaded, what it comes to hold besides tensors (0.05 without a judge,
+# 0.08 to 0.09 with one, with pairs of answers 0.13)
 CPU_LATER_GIB = 0.1
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06

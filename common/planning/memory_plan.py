@@ -93,9 +93,8 @@ class DeviceSums(Resident):
         batch: Of one micro-batch.
         matrix: Weights of the head's matrix.
         adds_to_gradients: A backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets.
-        keeps_inputs: The inputs of layers are kept, with their gradients, until the backward pass has ended. FSDP's
-            first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
-            (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
+        keeps_inputs: FSDP's first version keeps the inputs of layers, with their gradients, until the backward pass has
+            ended (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
         input_is_in_buffer: With pp the first layer's input, which checkpointing keeps, is where it was received.
         chunks_loss: The logits come in so many `chunks` of about equal size (common/models/chunked_loss.py), each of
             `positions_at_once`.
@@ -107,8 +106,13 @@ class DeviceSums(Resident):
         self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)
         self.matrix = architecture.vocab * architecture.hidden
         self.trains_head = share.has_head and trains_head(architecture, job)
+        self.head_gradients = (self.matrix + architecture.final_parameters) * self.trains_head
+        of_tower = self.trained_of_tower * (not job.has_buckets)
+        self.tower_gradients = numbers(Part.GRADIENTS, "gradients of the vision tower", of_tower, job.weight_bytes)
         self.is_llama_like = architecture.family.is_llama_like
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
+        encoders_output = self._hidden_state("encoder's output", formula="TE H x")
+        self.encoders_output = [encoders_output] if self.is_encoder_decoder else []
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.tower_saved = self.tower.saved() if self.tower else []
@@ -145,7 +149,7 @@ class DeviceSums(Resident):
 
     def _lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
         """Return what waits, and in which moments; those that the step lacks do not matter."""
-        when, of_last_layer = Moment, self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
+        when, of_last_layer = Moment, self.head_gradients + trained_of_layer(self.stacks[-1][0], self.job)
         of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
         more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
         rows = [
@@ -164,7 +168,7 @@ class DeviceSums(Resident):
             (times_each(self.layers_saved() * self.keeps_inputs, 1, "gradients: "), [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
             (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
-            (self._embeddings_saved(self.stacks) + self._encoders_output(), [when.LAST_LAYER_BACKWARD]),
+            (self._embeddings_saved(self.stacks) + self.encoders_output, [when.LAST_LAYER_BACKWARD]),
             (self._embeddings_saved(self.stacks[:1]), [when.FIRST_LAYER_BACKWARD]),
             (self._waiting_outside_layers, of_layers),
             (self._waiting_outside_layers, between(when.FIRST_LAYER_BACKWARD, when.EMBEDDINGS_BACKWARD)),
@@ -173,7 +177,7 @@ class DeviceSums(Resident):
         ]
         if self.is_encoder_decoder:  # the decoder is done, and all of the encoder is still to come
             (encoder, _), (decoder, layers) = self.stacks
-            done = self._head_gradients() + layers * trained_of_layer(decoder, self.job)
+            done = self.head_gradients + layers * trained_of_layer(decoder, self.job)
             what = "gradients of the head and the decoder"
             rows += [
                 (self._gradients_so_far(done, what), [when.DECODER_EMBEDDINGS_BACKWARD]),
@@ -208,7 +212,7 @@ class DeviceSums(Resident):
             gradient = [self._hidden_state("gradient of the embeddings' result")] if self.job.trains_all else []
             of_layer, first_left = [*gradient, *tower.layer_backward()], tower.saved(one_left=True)
             moments[when.TOWER_LAST_BACKWARD] = [*of_layer, *self.tower_saved]
-            moments[when.TOWER_FIRST_BACKWARD] = [*of_layer, *self._tower_gradients(), *first_left]
+            moments[when.TOWER_FIRST_BACKWARD] = [*of_layer, self.tower_gradients, *first_left]
         return moments
 
     def _all_the_time(self) -> list[Term]:
@@ -218,11 +222,10 @@ class DeviceSums(Resident):
     def _blocks(self) -> float:
         """Return the bytes of all blocks of PyTorch's allocator, without gaps.
 
-        A freed block serves what is as large or smaller. So what a layer, the loss and the optimizer work on have
-        blocks of their own: those of a layer are too small for the logits, and pieces of larger ones are soon in use.
-        Where rows differ in length, blocks of shorter ones are too small for longer ones. Lengths that are drawn evenly
-        leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and the
-        optimizer's lists then take their share.
+        A freed block serves what is as large or smaller: what a layer, the loss and the optimizer work on have blocks
+        of their own. Where rows differ in length, blocks of shorter ones are too small for longer ones. Lengths that
+        are drawn evenly leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and
+        the optimizer's lists then take their share.
         """
         layer = max(size_of(self.layer.backward(stack)) for stack, _ in self.stacks)
         loss = max(size_of(self._loss()), size_of(self._loss_forward()) if self.splits_loss else 0.0)
@@ -235,7 +238,7 @@ class DeviceSums(Resident):
     # -- gradients, as the backward pass goes on
 
     def _all_gradients(self) -> list[Term]:
-        return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]
+        return [*self._gradients(self.trained, "gradients"), self.tower_gradients]
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
         has_all = self.adds_to_gradients or self.share.keeps_first_gradients
@@ -246,13 +249,6 @@ class DeviceSums(Resident):
         others = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
         of_embeddings = (self.parameters - self.of_tower - others) * self.job.trains_all
         return self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers")
-
-    def _head_gradients(self) -> int:
-        return (self.matrix + self.architecture.final_parameters) * self.trains_head
-
-    def _tower_gradients(self) -> list[Term]:
-        count = self.trained_of_tower * (not self.job.has_buckets)
-        return [numbers(Part.GRADIENTS, "gradients of the vision tower", count, self.job.weight_bytes)]
 
     def _gradients(self, count: int, what: str) -> list[Term]:
         """Return the gradients of so many weights; none where they have a buffer, or wait in the host's memory."""
@@ -293,12 +289,8 @@ class DeviceSums(Resident):
     @cached_property
     def saved_outside_layers(self) -> list[Term]:
         """What embeddings, final norm and head keep."""
-        of_head = self._saved_by_classifier() if self.architecture.classes else self._saved_by_head()
         sent = [self._hidden_state("hidden state that was sent")] if self.sends else []
-        return [*of_head, *self._embeddings_saved(self.stacks), *self._encoders_output(), *sent]
-
-    def _encoders_output(self) -> list[Term]:
-        return [self._hidden_state("encoder's output", formula="TE H x")] if self.is_encoder_decoder else []
+        return [*self._saved_by_head(), *self._embeddings_saved(self.stacks), *self.encoders_output, *sent]
 
     def _embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
         """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
@@ -310,29 +302,26 @@ class DeviceSums(Resident):
         return [activations("embeddings' norm and dropout", formula, size), *self.tower_saved]
 
     def _saved_by_head(self) -> list[Term]:
+        """Return what final norm and head keep; of a classifier of one position per row."""
+        size, a, trains = self.batch.tokens * self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
+        inputs = self.positions * self.architecture.hidden * a
         if not self.share.has_head:
             return []
-        size, a, trains = self.batch.tokens * self.architecture.hidden, self.job.arithmetic_bytes, self.job.trains_all
+        if self.architecture.classes:
+            pools = self.architecture.family.has_pooler
+            count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
+            of_last = size * 4 * (pools and not self.layer.casts_inputs)
+            return [
+                activations("head before its matrix", f"{count} P H a", count * inputs),
+                activations("last hidden state, of which the pooler reads a part", "T H 4", of_last),
+            ]
         norm_each = 4 + (self.hidden_bytes if trains else 0)
         # BERT's head for masked tokens does more before its matrix
         transforms = len(self.architecture.stacks) == 1 and not self.is_llama_like
-        inputs = self.positions * self.architecture.hidden * a * (trains and not self.chunks_loss)
         return [
             activations("final norm", f"T H {norm_each}", size * norm_each * self.is_llama_like),
             activations("head before its matrix", "T H (5 + 3 a)", size * (5 + 3 * a) * transforms),
-            activations("input of the head", "P H a", inputs),
-        ]
-
-    def _saved_by_classifier(self) -> list[Term]:
-        if not self.share.has_head:
-            return []
-        pools, hidden = self.architecture.family.has_pooler, self.architecture.hidden
-        count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
-        of_head = count * self.positions * hidden * self.job.arithmetic_bytes
-        of_last = self.batch.tokens * hidden * 4 * (pools and not self.layer.casts_inputs)
-        return [
-            activations("head before its matrix", f"{count} P H a", of_head),
-            activations("last hidden state, of which the pooler reads a part", "T H 4", of_last),
+            activations("input of the head", "P H a", inputs * (trains and not self.chunks_loss)),
         ]
 
     @cached_property

@@ -68,9 +68,8 @@ def phases_of(
 ) -> tuple[Phase, ...]:
     """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
 
-    `reloads_adapter`: the device is of a rank that loads the saved adapter on the base again; `merges`: of one that
-    merges it. `stage`: what the device holds of a model that answers beside training; None: all of it, or with mp as
-    much as in training.
+    `reloads_adapter`, `merges`: the device's rank loads the saved adapter again, or merges it. `stage`: what it holds
+    of a model that answers beside training; None: all of it, or with mp as much as in training.
     """
     training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
     if job.evaluation is None:
@@ -125,7 +124,7 @@ class _PhaseSums:
         layer = [*self._layer(rows // parts, length, length, trains=True), *self._images(rows)]
         moments = [
             (LAYER, [*kept, *sums.gathered(FSDP_GATHERED_IN_FORWARD), *layer]),
-            (Moment.TOWER_FORWARD, [*kept, *self._looking(rows)]),
+            (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
         ]
         if self.share.has_head:
             loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
@@ -156,10 +155,12 @@ class _PhaseSums:
         passing = [*self._layer(rows // parts, length, target_length, trains=True), *self._images(rows)]
         reading = [*self._layer(rows, length, target_length, a), *self._images(rows)]
         in_forward, at_loss = (self._trained.gathered(n) for n in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS))
+        what = "logits before and after, and two tensors of their differences"
+        compared = Term(Part.LOGITS, what, "4 P V 4", 16 * count)
         reloaded = 4 * count * (method.has_adapters and self.reloads_adapter)
         adapted = Term(Part.LOGITS, "logits with the adapter that was loaded", "P V 4", reloaded)
         moments = [
-            (Moment.TOWER_FORWARD, [*kept, *self._looking(rows)]),
+            (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
             (LAYER, [*kept, *in_forward, *passing]),
             ("a weight is gathered and saved", [*self._trained.between_steps, *self._gathered_to_save()]),
             ("what was saved is loaded", saved),
@@ -172,14 +173,14 @@ class _PhaseSums:
             what = "whole logits of a few rows, and their copies"
             logits, copied = (Term(Part.LOGITS, what, f"P V {size}", count * size) for size in (each, with_copy))
             moments += [
-                ("the saved model's vision tower", [*saved, *expected, *self._looking(rows)]),
+                ("the saved model's vision tower", [*saved, *expected, *self._images(rows, looking=True)]),
                 ("the trained model's logits", [*kept, *at_loss, logits]),
                 ("the trained model's logits in fp32", [*kept, *copying, copied]),
                 ("forward of a layer of the saved model", [*saved, *expected, *reading]),
-                ("the comparison with the saved model's", [*saved, _compared(count)]),
+                ("the comparison with the saved model's", [*saved, compared]),
             ]
             if method.quantizes and self._has_room_for_whole():
-                moments.append(("the comparison with the merged model's", [*self._whole_weights(), _compared(count)]))
+                moments.append(("the comparison with the merged model's", [*self._whole_weights(), compared]))
         elif self.stage:
             each = a + (4 if a < 4 else 0)
             what = "logits that the last stage sends, in fp32, too"
@@ -201,7 +202,7 @@ class _PhaseSums:
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(tuned)
         moments = self._answers(a)
-        moments[Moment.TOWER_FORWARD] = self._looking(self._answered)
+        moments[Moment.TOWER_FORWARD] = self._images(self._answered, looking=True)
         if self.job.batch.goal.compares:  # how likely both given answers to a batch of prompts are
             rows = self._answered * self.job.batch.goal.sequences_per_row
             head = self._whole.loss_without_gradients(rows, shape.length, shape.labelled)
@@ -311,20 +312,13 @@ class _PhaseSums:
 
     # -- a forward pass without gradients
 
-    def _tower(self, rows: int) -> TowerActivations | None:
+    def _images(self, rows: int, looking: bool = False) -> list[Term]:
+        """Return the images of so many rows, and what a vision tower made of them; `looking`: what it works on."""
         if not sees(self.architecture, self.job, self.share):
-            return None
-        batch = replace(self.job.batch, rows=rows)
-        return TowerActivations(self.architecture.tower, replace(self.job, batch=batch, micro_batches=1))
-
-    def _looking(self, rows: int) -> list[Term]:
-        tower = self._tower(rows)
-        return [*tower.inputs(), *tower.forward()] if tower else []
-
-    def _images(self, rows: int) -> list[Term]:
-        """Return what is left of the images of so many rows while the layers work."""
-        tower = self._tower(rows)
-        return [*tower.inputs(), *tower.result()] if tower else []
+            return []
+        job = replace(self.job, batch=replace(self.job.batch, rows=rows), micro_batches=1)
+        tower = TowerActivations(self.architecture.tower, job)
+        return [*tower.inputs(), *(tower.forward() if looking else tower.result())]
 
     def _layer(self, rows: int, length: int, target_length: int, a: int = 0, trains: bool = False) -> list[Term]:
         """Return what the widest layer works on, in numbers of `a` bytes, 0: those that training computes with.
@@ -363,20 +357,21 @@ class _PhaseSums:
         reading = [*self._layer(self._answered, length, length, a), *self._images(self._answered)]
         if not self.shape.new_tokens:
             return {"labels": reading}
+        size, last = rows * self.architecture.vocab * (a + 4), length + self.shape.new_tokens
+        logits = Term(Part.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
         if len(self.architecture.stacks) > 1:
-            return self._summaries(rows, a)
-        logits, last = self._next_logits(rows, a), length + self.shape.new_tokens
+            return self._summaries(rows, logits, a)
         copy = Term(Part.BUFFERS, "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a))
         return {
             "the prompts": [*self._cached(rows, length, a), *reading, logits],
             "the last new token": [*self._cached(rows, last, a), *self._layer(rows, 1, 1, a), copy, logits],
         }
 
-    def _summaries(self, rows: int, a: int) -> dict[str, list[Term]]:
+    def _summaries(self, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:
         length = self.shape.prompt_length
         of_texts = self._cached(rows, length, a, "keys and values of the texts")
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
-        size, logits = rows * length * self.architecture.hidden * a, self._next_logits(rows, a)
+        size = rows * length * self.architecture.hidden * a
         encoded = activations("encoder's output for each beam", "B W S H a", size)
         copies = Term(Part.BUFFERS, "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         return {
@@ -385,18 +380,9 @@ class _PhaseSums:
             "the last new token": [*of_texts, encoded, *new, *self._layer(rows, 0, 1, a), logits],
         }
 
-    def _next_logits(self, rows: int, a: int) -> Term:
-        size = rows * self.architecture.vocab * (a + 4)
-        return Term(Part.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
-
     def _keys(self, rows: int, tokens: int, a: int) -> int:
         return rows * tokens * self.architecture.key_size * a
 
     def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
         layers = sum(layers for stack, layers in self._whole.stacks if stack.kind != StackKind.ENCODER)
         return [Term(Part.BUFFERS, what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
-
-
-def _compared(count: int) -> Term:
-    what = "logits before and after, and two tensors of their differences"
-    return Term(Part.LOGITS, what, "4 P V 4", 16 * count)
