@@ -18,7 +18,7 @@ import math
 from collections.abc import Container
 from dataclasses import replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from pkgutil import resolve_name
 
 from common.planning.architectures import Architecture, Stack, StackKind
@@ -114,6 +114,7 @@ class DeviceSums(Resident):
         encoders_output = self._hidden_state("encoder's output", formula="TE H x")
         self.encoders_output = [encoders_output] if self.is_encoder_decoder else []
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
+        self.saved_of_layer = cache(self.layer.saved)
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.tower_saved = self.tower.saved() if self.tower else []
         repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
@@ -152,6 +153,7 @@ class DeviceSums(Resident):
         when, of_last_layer = Moment, self.head_gradients + trained_of_layer(self.stacks[-1][0], self.job)
         of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
         more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
+        saved = self.layers_saved()
         rows = [
             (self._all_the_time(), when),
             (self.gathered(FSDP_GATHERED_LAYERS), more_gathered),
@@ -163,9 +165,9 @@ class DeviceSums(Resident):
             (self._gradients_of_layers(), [when.FIRST_LAYER_BACKWARD, *OF_TOWER]),
             (self._all_gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
             # what waits for the backward pass
-            (self.layers_saved(), of_layers),
+            (saved, of_layers),
             (self.layers_saved(one_left=not self.keeps_inputs), [when.FIRST_LAYER_BACKWARD]),
-            (times_each(self.layers_saved() * self.keeps_inputs, 1, "gradients: "), [when.FIRST_LAYER_BACKWARD]),
+            (times_each(saved * self.keeps_inputs, 1, "gradients: "), [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
             (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
             (self._embeddings_saved(self.stacks) + self.encoders_output, [when.LAST_LAYER_BACKWARD]),
@@ -281,7 +283,7 @@ class DeviceSums(Resident):
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if self.job.gradient_checkpointing:
             return [self._hidden_state("layer input", stack)]
-        return self.layer.saved(stack)
+        return self.saved_of_layer(stack)
 
     def _hidden_state(self, what: str, stack: Stack | None = None, formula: str = "T H x") -> Term:
         return activations(what, formula, self.hidden_size(self.batch.tokens_in(stack or self.architecture.stacks[0])))
