@@ -593,7 +593,7 @@ PLANS = (
     Fault(
         "memory plan: the MLP's activations are left out",
         "common/planning/layer_activations.py",
-        "*self._linear_inputs(stack), *self._attention(stack), *self.mlp(stack)]",
+        "*self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]",
         "*self._linear_inputs(stack), *self._attention(stack)]",
         _unit("dry_run", "the_closed_form_says_the_same"),
     ),

@@ -44,7 +44,7 @@ SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """Return what a GPU needs besides the step's tensors."""
     workspace_gib = generation_of(gpu).workspace_gib
-    gaps = GAP_SHARE * passing_bytes(memory)
+    gaps = GAP_SHARE * _passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
     is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
@@ -58,7 +58,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     terms = [Term(Part.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
     # where there is no room the allocator gives free blocks back
     room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
-    apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
+    apart = max(0.0, min(_blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
     freed = Term(Part.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart)
     return [*terms, freed] if apart else terms
 
@@ -75,14 +75,14 @@ def _process_terms(job: Job, process_gib: float) -> list[Term]:
     return [Term(Part.OVERHEAD, what, "measured elsewhere", gib * GIB) for what, gib in sizes_gib.items() if gib]
 
 
-def blocks_apart(memory: DeviceMemory) -> float:
+def _blocks_apart(memory: DeviceMemory) -> float:
     """Return the bytes of blocks beyond what is allocated at the highest moment."""
     return max(0.0, memory.blocks - size_of(memory.terms))
 
 
-def passing_bytes(memory: DeviceMemory) -> float:
+def _passing_bytes(memory: DeviceMemory) -> float:
     """Return what is allocated and freed in every step, blocks of other moments included."""
-    return blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
+    return _blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
 
 
 def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
@@ -90,9 +90,9 @@ def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: Device
     if gpu.name == CPU_DEVICE:
         return replace(memory, terms=(*memory.terms, *_process_terms(job, gpu.process_gib)))
     overhead = overhead_terms(architecture, job, gpu, memory)
-    given_back = blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
+    given_back = _blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
-    return replace(memory, terms=(*memory.terms, *overhead), spread=given_back + share * passing_bytes(memory))
+    return replace(memory, terms=(*memory.terms, *overhead), spread=given_back + share * _passing_bytes(memory))
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:

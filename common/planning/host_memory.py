@@ -39,7 +39,7 @@ def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[st
     weights = [term for term in offload if term.part == Part.WEIGHTS]
     return {
         "loading": [*weights, _being_read(architecture, job, machines)],
-        "training": [*offload, *staged(architecture, job, machines)],
+        "training": [*offload, *_staged(architecture, job, machines)],
         "saving": [_being_written(architecture, job, machines)],
         "merging": _being_merged(architecture, job, machines),
     }
@@ -116,7 +116,7 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
     return [_shards(*term, job, machines) for term in terms]
 
 
-def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     """Return the copy of what is written while training goes on: what is trained; none where training waits."""
     _, trained = _counts(architecture, job)
     of_tower = tower_parameters(architecture, whole_model(architecture)) * job.trains_tower

@@ -19,7 +19,7 @@ class LayerActivations:
 
     def saved(self, stack: Stack) -> list[Term]:
         """Return what autograd keeps of one layer's forward pass."""
-        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self.mlp(stack)]
+        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
@@ -105,8 +105,7 @@ class LayerActivations:
             activations("result of attention", "T Q a", t * q * self.job.arithmetic_bytes * keeps_result),
         ]
 
-    def mlp(self, stack: Stack) -> list[Term]:
-        """Return what the MLP keeps between its matrices."""
+    def _mlp(self, stack: Stack) -> list[Term]:
         keeps_result = any(map(self._keeps_input, _last_of(Block.MLP, stack)))
         if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
@@ -153,18 +152,18 @@ class LayerActivations:
         ]
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
-        job, differs = self.job, self.has_wide_input(linear)
+        job, differs = self.job, self._has_wide_input(linear)
         if job.loop.casts_adapter_inputs:
             differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
         return job.lora_dropout > 0 or differs
 
-    def has_wide_input(self, linear: Linear) -> bool:
+    def _has_wide_input(self, linear: Linear) -> bool:
         """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""
         return self.casts_inputs and not linear.ends_block
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
-        is_wide = self.job.loop.casts_adapter_inputs or self.has_wide_input(linear)
+        is_wide = self.job.loop.casts_adapter_inputs or self._has_wide_input(linear)
         return (4 if is_wide else self.job.arithmetic_bytes) if self.job.cpu_operations else 1
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
@@ -184,7 +183,7 @@ class LayerActivations:
         saved = self.saved(stack) if again else []
         ways = [[*times_each(saved, 1, "computed again: "), *working, *self._score_gradients(stack, 4)]]
         if again and self.job.attention == "eager":  # the MLP is done
-            before_mlp = [term for term in saved if term not in self.mlp(stack)]
+            before_mlp = [term for term in saved if term not in self._mlp(stack)]
             ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
         return [*max(ways, key=size_of), self.passing(stack)]
 
@@ -226,7 +225,7 @@ class LayerActivations:
         if not adapted or not job.loop.autocasts or job.loop.short_adapters:
             return []
         dropped, casts = 4 if job.lora_dropout else 0, job.loop.casts_adapter_inputs
-        in_fp32 = [linear.inputs for linear in adapted if casts or self.has_wide_input(linear)]
+        in_fp32 = [linear.inputs for linear in adapted if casts or self._has_wide_input(linear)]
         widest, each = max(in_fp32, default=0), (4 + dropped if casts else dropped) if a < 4 else 0
         return [
             activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),

@@ -63,7 +63,14 @@ class PairSums(DeviceSums):
     # -- the head
 
     def _loss(self) -> list[Term]:
-        beside = max((self._folded(self.positions, BACKWARD_BESIDE), self._summed()), key=size_of)
+        # a CPU multiplies fp32 copies of a tile and of its columns, or its positions, to gradients
+        rows, copies = min(self.positions, TILE_POSITIONS), self.job.cpu_operations and self.job.arithmetic_bytes < 4
+        factor = max(self.columns, rows if self.trains_head else 0) * self.architecture.hidden
+        copied = [
+            Term(Part.LOGITS, "a tile in fp32", "C 4", 4 * rows * self.columns * copies),
+            activations("what it is multiplied with, in fp32", "max(U, R) H 4", 4 * factor * copies),
+        ]
+        beside = max(self._folded(self.positions, BACKWARD_BESIDE), copied, key=size_of)
         return [*self._tile(self.positions), *beside, *self._of_all_tiles()]
 
     def _head_backward(self) -> list[Term]:
@@ -99,16 +106,6 @@ class PairSums(DeviceSums):
         """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""
         size = min(positions, TILE_POSITIONS) * self.columns * each * self.job.cpu_operations
         return [Term(Part.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)]
-
-    def _summed(self) -> list[Term]:
-        if not self.job.cpu_operations or self.job.arithmetic_bytes == 4:
-            return []
-        rows = min(self.positions, TILE_POSITIONS)
-        factor = max(self.columns, rows if self.trains_head else 0) * self.architecture.hidden
-        return [
-            Term(Part.LOGITS, "a tile in fp32", "C 4", 4 * rows * self.columns),
-            activations("what it is multiplied with, in fp32", "max(U, R) H 4", 4 * factor),
-        ]
 
     def _of_all_tiles(self) -> list[Term]:
         of_inputs, of_matrix = 4 * self.positions * self.architecture.hidden, self.matrix * self.trains_head

@@ -20,7 +20,7 @@ class Part(StrEnum):
     OVERHEAD = "overhead"
 
 
-PARTS = tuple(part for part in Part if part != Part.OVERHEAD)
+PARTS = tuple(part.value for part in Part if part != Part.OVERHEAD)
 """Those of allocated memory."""
 
 
@@ -79,7 +79,7 @@ class DeviceMemory:
     @cached_property
     def parts_gib(self) -> dict[str, float]:
         """GiB by part."""
-        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
+        return {part.value: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
 
     @property
     def allocated_gib(self) -> float:
