@@ -606,7 +606,7 @@ PLANS = (
     ),
     Fault(
         "memory plan: DDP's buckets are left out",
-        "common/planning/resident.py",
+        "common/planning/between_steps.py",
         "in DDP's buckets\", trained * job.has_buckets, each)",
         "in DDP's buckets\", trained * False, each)",
         _unit("dry_run", "ddp_keeps_all_gradients_all_the_time"),

@@ -22,9 +22,9 @@ from functools import cache, cached_property
 from pkgutil import resolve_name
 
 from common.planning.architectures import Architecture, Stack, StackKind
+from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_LAYERS, BetweenSteps
 from common.planning.job import LOGITS_AT_ONCE, Job
 from common.planning.layer_activations import LayerActivations
-from common.planning.resident import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_LAYERS, Resident
 from common.planning.shares import (
     Share,
     parameters_of,
@@ -86,7 +86,7 @@ def device_sums(architecture: Architecture, job: Job, share: Share) -> "DeviceSu
     return resolve_name(job.batch.goal.memory)(architecture, job, share)
 
 
-class DeviceSums(Resident):
+class DeviceSums(BetweenSteps):
     """The terms of one device in a step.
 
     Attributes:

@@ -13,10 +13,10 @@ from functools import cached_property
 
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Block, StackKind
+from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import DeviceSums, Moment, device_sums
-from common.planning.resident import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD
 from common.planning.shares import (
     Share,
     alone,

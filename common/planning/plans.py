@@ -14,6 +14,7 @@ from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import Architecture
+from common.planning.between_steps import hidden_bytes
 from common.planning.device_maps import (
     answering_shares,
     balanced_shares,
@@ -28,7 +29,6 @@ from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
-from common.planning.resident import hidden_bytes
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
 from common.planning.shares import Share, part_of_rank, sees, stages_of, whole_model

@@ -41,7 +41,7 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     return 4 if ends_with_norm or has_wide_embeddings or job.precision == "fp32" or job.autocasts else 2
 
 
-class Resident:
+class BetweenSteps:
     """Weights, optimizer states and buffers of one device; `stacks` are those with layers on it, with how many."""
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
