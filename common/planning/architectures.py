@@ -112,9 +112,9 @@ class Architecture:
     max_length: int
     stacks: tuple[Stack, ...]
     embedding_parameters: int
-    other_embedding_parameters: int
-    final_parameters: int
-    tied: bool
+    other_embedding_parameters: int = 0
+    final_parameters: int = 0
+    tied: bool = True
     dropout: float = 0.0
     classes: int = 0
     tower: "Tower | None" = None
@@ -330,7 +330,6 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         max_length=reach_of_positions(kind, config["max_position_embeddings"], rope),
         stacks=(Stack(StackKind.DECODER, config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
-        other_embedding_parameters=0,
         final_parameters=hidden,
         tied=config.get("tie_word_embeddings", False),
     )
@@ -396,8 +395,6 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
         max_length=positions,
         stacks=(encoder, decoder),
         other_embedding_parameters=2 * ((positions + 2) * hidden + 2 * hidden),  # BART's positions start at 2
-        final_parameters=0,
-        tied=True,
         dropout=config.get("dropout", 0.1),
     )
 
@@ -429,7 +426,6 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
         stacks=(Stack(StackKind.ENCODER, config["num_hidden_layers"], linears, 4 * hidden),),
         other_embedding_parameters=(of_patch + 1 + patches) * hidden,
         final_parameters=2 * hidden,
-        tied=True,
     )
 
 
