@@ -6,6 +6,7 @@ A family of models is one entry in `FAMILIES`, at the end.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from common.base.errors import BadInputError
@@ -76,12 +77,12 @@ class Stack:
     linears: tuple[Linear, ...]
     norm_parameters: int
 
-    @property
+    @cached_property
     def matrix_weights(self) -> int:
         """Weights of one layer's projections, without their biases."""
         return sum(linear.weights for linear in self.linears)
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """All parameters of one layer."""
         return sum(linear.parameters for linear in self.linears) + self.norm_parameters

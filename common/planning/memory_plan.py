@@ -67,8 +67,6 @@ def between(first: Moment, last: Moment) -> list[Moment]:
 
 
 FORWARD_OF_LOSS = (Moment.LOSS_FORWARD, Moment.LOSS)
-OF_ENCODER = (Moment.DECODER_EMBEDDINGS_BACKWARD, Moment.ENCODER_BACKWARD)
-OF_TOWER = (Moment.TOWER_LAST_BACKWARD, Moment.TOWER_FIRST_BACKWARD)
 BACKWARD = between(Moment.LOSS, Moment.EMBEDDINGS_BACKWARD)
 
 
@@ -162,7 +160,7 @@ class DeviceSums(BetweenSteps):
             # gradients
             (self._all_gradients() if self.adds_to_gradients else [], between(when.TOWER_FORWARD, when.HEAD_BACKWARD)),
             (self._gradients_so_far(of_last_layer, "gradients of the head and a layer"), [when.LAST_LAYER_BACKWARD]),
-            (self._gradients_of_layers(), [when.FIRST_LAYER_BACKWARD, *OF_TOWER]),
+            (self._gradients_of_layers(), between(when.FIRST_LAYER_BACKWARD, when.TOWER_FIRST_BACKWARD)),
             (self._all_gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
             # what waits for the backward pass
             (saved, of_layers),
@@ -180,11 +178,14 @@ class DeviceSums(BetweenSteps):
         if self.is_encoder_decoder:  # the decoder is done, and all of the encoder is still to come
             (encoder, _), (decoder, layers) = self.stacks
             done = self.head_gradients + layers * trained_of_layer(decoder, self.job)
-            what = "gradients of the head and the decoder"
+            what, of_encoder = "gradients of the head and the decoder", self.stacks[:1]
             rows += [
                 (self._gradients_so_far(done, what), [when.DECODER_EMBEDDINGS_BACKWARD]),
                 (self._gradients_so_far(done + trained_of_layer(encoder, self.job), what), [when.ENCODER_BACKWARD]),
-                (self._layers_kept(1, self.stacks[:1]) + self._embeddings_saved(self.stacks[:1]), OF_ENCODER),
+                (
+                    self._layers_kept(1, of_encoder) + self._embeddings_saved(of_encoder),
+                    between(when.DECODER_EMBEDDINGS_BACKWARD, when.ENCODER_BACKWARD),
+                ),
             ]
         return rows
 
