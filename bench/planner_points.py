@@ -27,8 +27,8 @@ from common.hardware.devices import Gpu, MemoryReading, forget_peak, gpu_of_devi
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape, job_of_run
-from common.planning.memory_plan import DeviceMemory
 from common.planning.shares import whole_model
+from common.planning.terms import DeviceMemory
 from common.runtime.recorder import Trial
 from common.runtime.world import Rank
 

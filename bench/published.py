@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, find_gpu
-from common.planning.architectures import FAMILIES, LARGEST_SIZE, Architecture
+from common.planning.architectures import FAMILIES, Architecture
 from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
-from common.planning.memory_plan import DeviceMemory
+from common.planning.model_configs import LARGEST_SIZE
 from common.planning.published_rates import PLANNED_PATH, published_step_s
 from common.planning.shares import whole_model
 from common.planning.step_speed import generation_of, peak_tflops, step_flops
+from common.planning.terms import DeviceMemory
 from common.planning.time_plan import Cluster, Link
 from common.reporting.rows import groups_of
 

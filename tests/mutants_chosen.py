@@ -579,21 +579,21 @@ PLANS = (
     Fault(
         "memory plan: gradients are left out",
         "common/planning/memory_plan.py",
-        'return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]',
+        'return [*self._gradients(self.trained, "gradients"), self.tower_gradients]',
         "return []",
         _unit("memory_plan", "sixteen_bytes_per_trained_weight_as_in_the_seed"),
     ),
     Fault(
         "memory plan: one of Adam's two states is left out",
-        "common/planning/memory_plan.py",
-        "state_bytes = 2 * (4 if keeps_copy else job.trained_bytes)",
-        "state_bytes = 1 * (4 if keeps_copy else job.trained_bytes)",
+        "common/planning/shares.py",
+        "return 2 * weight_bytes if states is None else states",
+        "return 1 * weight_bytes if states is None else states",
         _unit("memory_plan", "pure_bf16_takes_eight_bytes_and_fp32_sixteen"),
     ),
     Fault(
         "memory plan: the MLP's activations are left out",
         "common/planning/layer_activations.py",
-        "*self._linear_inputs(stack), *self._attention(stack), *self.mlp(stack)]",
+        "*self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]",
         "*self._linear_inputs(stack), *self._attention(stack)]",
         _unit("dry_run", "the_closed_form_says_the_same"),
     ),
@@ -606,9 +606,9 @@ PLANS = (
     ),
     Fault(
         "memory plan: DDP's buckets are left out",
-        "common/planning/memory_plan.py",
-        '(job.has_buckets, numbers("gradients", "gradients, in DDP',
-        '(False, numbers("gradients", "gradients, in DDP',
+        "common/planning/between_steps.py",
+        "in DDP's buckets\", trained * job.has_buckets, each)",
+        "in DDP's buckets\", trained * False, each)",
         _unit("dry_run", "ddp_keeps_all_gradients_all_the_time"),
     ),
     Fault(
@@ -627,7 +627,7 @@ PLANS = (
     ),
     Fault(
         "planner: the safe figure is no more than the likely one",
-        "common/planning/memory_plan.py",
+        "common/planning/terms.py",
         "return self.peak_gib + self.spread / GIB",
         "return self.peak_gib",
         _unit(

@@ -19,9 +19,8 @@ from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE
 from common.planning.job import Job
-from common.planning.memory_plan import DeviceMemory
 from common.planning.step_speed import generation_of
-from common.planning.terms import Term
+from common.planning.terms import DeviceMemory, Term
 
 SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dry runs show no time"
 

@@ -23,9 +23,10 @@ from common.checks.planner_options import (
 )
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
-from common.planning.architectures import UnknownArchitectureError, read_architecture, usual_tiles
+from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
+from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plan_texts import explanation, recommendation, table, why
 from common.planning.plans import Plan, make_plan

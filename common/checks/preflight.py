@@ -36,9 +36,9 @@ from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
-from common.planning.memory_plan import DeviceMemory
 from common.planning.plan_texts import why
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run
+from common.planning.terms import DeviceMemory
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.world import detect_launcher, is_main_process

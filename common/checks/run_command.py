@@ -12,8 +12,8 @@ from common.base.run_folders import literal_file_of, read_lora, run_folders, wor
 from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
-from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.job import ALL_LINEAR, Job
+from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan
 
 # models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template

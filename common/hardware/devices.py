@@ -25,8 +25,8 @@ from common.base.errors import BadInputError
 
 GIB, MIB = 2**30, 2**20
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-# the driver's library, which any machine with an NVIDIA driver has, and a container that was given its GPUs
 CUDA_DRIVER = "libcuda.so.1"
+"""The driver's library, which any machine with an NVIDIA driver has, and a container that was given its GPUs."""
 
 
 def size_text(byte_count: float) -> str:
@@ -90,10 +90,10 @@ def visible_gpus(
 ) -> list[str]:
     """Return the names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, as CUDA reads it.
 
-    An entry is a number in the order of the bus, the start of a UUID, or a MIG slice's UUID; what follows an entry that
-    is none of these is not seen. `slices_by_uuid` has the MIG slices of each GPU that is divided: a process sees one
-    slice, the first of those that it may, and nothing beside it. (CUDA C++ Programming Guide, "CUDA Environment
-    Variables"; NVIDIA MIG User Guide, "Device Enumeration".)
+    An entry is a number in the order of the bus, the start of a UUID, or a MIG slice's UUID; from one that is none of
+    these on, nothing is seen. Of the MIG slices of a GPU that is divided (`slices_by_uuid`) a process sees one,
+    the first of those that it may, and nothing beside it. (CUDA C++ Programming Guide, "CUDA Environment Variables";
+    NVIDIA MIG User Guide, "Device Enumeration".)
     """
     slices_by_uuid = slices_by_uuid or {}
     seen = {uuid: next(iter(slices_by_uuid.get(uuid, {}).values()), name) for uuid, name in names_by_uuid.items()}
@@ -112,11 +112,10 @@ def visible_gpus(
 
 
 def gpus() -> tuple[str, list[str]]:
-    """Return the driver's version and the names of the visible NVIDIA GPUs.
+    """Return the driver's version and the names of the visible NVIDIA GPUs; both empty on a machine without a driver.
 
     NVML is asked, which makes no CUDA context, so that ranks can still fork. In a container without NVML, or without
-    its package nvidia-ml-py, CUDA is asked in a process of its own; the driver's version is empty then. Both are empty
-    on a machine without an NVIDIA driver.
+    its package nvidia-ml-py, CUDA is asked in a process of its own; the driver's version is empty then.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -165,23 +164,21 @@ def _gpus_by_cuda(visible: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of the catalogue, with its vendor's numbers; memory as PyTorch reports it.
+    """One GPU of the catalogue, with its vendor's numbers.
 
     Attributes:
         name: As users write it, with the vendor's memory in GB.
-        memory_gib: What PyTorch reports (`total_memory`), the lowest seen in logs of recent drivers. Drivers differ by
-            up to 0.2 GiB. The RTX cards are with ECC off: with it an A6000 has 44.4 GiB.
+        memory_gib: What PyTorch reports (`total_memory`), the lowest seen in logs of recent drivers, which differ by up
+            to 0.2 GiB. The RTX cards are with ECC off: with it an A6000 has 44.4 GiB.
         cuda_cores: FP32 lanes.
-        tflops_dense: Peak TFLOP/s by precision (fp32, tf32, bf16, fp16), without sparsity; None = no such mode. fp32 is
-            of the CUDA cores, the others of the tensor cores, which add up in fp32.
-        memory_bandwidth_gb_per_s: In 10^9 bytes.
+        tflops_dense: Peak TFLOP/s by precision, without sparsity; None = no such mode. fp32 is of the CUDA cores, the
+            others of the tensor cores, which add up in fp32.
         pcie_generation: Of its 16 lanes to the host.
+        source: The vendor's data sheet.
         nvlink_gb_per_s: Both directions together, as vendors print it; None = no NVLink.
         nvlink_bridge: NVLink joins two cards only, and only where a bridge is plugged in; clouds mostly have none.
-        source: The vendor's data sheet.
         usd_per_hour: Rent of one, on demand, without tax; None = no public price found.
         price_date: When that price was read, year and month at least.
-        price_source: Who asks it, and where it is published.
         process_gib: Of a CPU, what a run's process holds before its model loads; 0 = it is not known.
     """
 
@@ -202,18 +199,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with GPUs that a cloud rents by the hour.
+    """A machine with GPUs that a cloud rents by the hour, on demand, without tax.
 
     Attributes:
-        name: What its cloud calls it.
         gpu: Its GPUs, by their name in the catalogue.
-        gpus: How many it has.
         network_gbit: Of its network, in Gbit/s, what it has at all times.
         peak_gbit: What it has for minutes, over one connection to a neighbour.
-        network_source: Where these two are published.
-        usd_per_hour: Rent of the whole machine, on demand, without tax.
-        price_date: When that price held.
-        price_source: Who asks it, and where it is published.
     """
 
     name: str
@@ -227,21 +218,16 @@ class Machine:
     price_source: str
 
 
-_CATALOGUE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+_ROWS = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
 CATALOGUE = tuple(
-    Gpu(**row | {"tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"]}) for row in _CATALOGUE["gpus"]
+    Gpu(**row | {"tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"]}) for row in _ROWS["gpus"]
 )
-MACHINES = {row["name"]: Machine(**row) for row in _CATALOGUE["machines"]}
-
-
+MACHINES = {row["name"]: Machine(**row) for row in _ROWS["machines"]}
 CPU_DEVICE = "CPU, 1 thread"
 
 
 def cpu_device(process_gib: float = 0.0) -> Gpu:
-    """Return a CPU to plan with, one process with one thread, described like a GPU.
-
-    `process_gib`: what a run's process holds before its model loads; 0: it is not known.
-    """
+    """Return a CPU to plan with, one process with one thread, described like a GPU."""
     return Gpu(
         name=CPU_DEVICE,
         memory_gib=psutil.virtual_memory().total / GIB,
@@ -271,8 +257,8 @@ def find_gpu(name: str) -> Gpu:
         return fitting[0]
     if fitting:
         raise BadInputError(f"The GPU {name!r} may be {' or '.join(gpu.name for gpu in fitting)}: name its memory.")
-    known, close = ", ".join(gpu.name for gpu in CATALOGUE), _close(name)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    known, close = ", ".join(gpu.name for gpu in CATALOGUE), " or ".join(_close(name))
+    hint = f" Did you mean {close}?" if close else ""
     raise BadInputError(f"The GPU {name!r} is not in the catalogue.{hint} It has: {known}.")
 
 

@@ -46,7 +46,7 @@ from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
-from common.planning.architectures import (
+from common.planning.model_configs import (
     PUBLISHED,
     find_config,
     is_hub_id,

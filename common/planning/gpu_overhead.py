@@ -6,10 +6,10 @@ from functools import lru_cache
 from common.hardware.devices import CPU_DEVICE, GIB, Gpu
 from common.planning.architectures import Architecture
 from common.planning.job import Job
-from common.planning.memory_plan import DeviceMemory, device_memory
+from common.planning.memory_plan import device_memory
 from common.planning.shares import Share, part_of_rank
 from common.planning.step_speed import generation_of
-from common.planning.terms import Term, size_of, where
+from common.planning.terms import DeviceMemory, Part, Term, size_of
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
@@ -17,25 +17,22 @@ CONTEXT_GIB = 0.3
 # PyTorch's allocator asks CUDA for multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp: `kRoundLarge`)
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
-PASSING_PARTS = ("activations", "logits", "gradients")
+PASSING_PARTS = (Part.ACTIVATIONS, Part.LOGITS, Part.GRADIENTS)
 # per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_memory.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
 # with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
 # of `nvidia-smi` (`published_memory.CALIBRATION`)
 RANKS_GIB = 2.0
-# resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
-# Transformers, PEFT, judge and rows; measured once, on one machine, for a process that is not there to be measured
+# resident memory of a run's process at the end of training, besides its tensors, as measured once on one machine
 CPU_PROCESS_GIB = 0.62
-# with pictures more: Pillow, the image processor, and the pictures as they are stored (the records of 3.3, in which a
-# process took 0.73 to 0.76)
+# with images more: Pillow, the image processor, and the images as they are stored (records of 3.3: 0.73 to 0.76 in all)
 CPU_PICTURES_GIB = 0.13
 # with pairs of answers more: what glibc keeps of freed blocks beside the head's tiles, whose sizes differ from batch to
-# batch (three runs of 3.4 with 4 steps took 0.73 to 0.77; one with MALLOC_MMAP_THRESHOLD_=262144, which gives them
-# back, 0.62). TRL and what it imports take 0.005, the figure's matplotlib 0.02
+# batch (runs of 3.4 took 0.73 to 0.77; with MALLOC_MMAP_THRESHOLD_=262144, which gives them back, 0.62)
 CPU_PAIRS_GIB = 0.12
-# where the process was measured before its model loaded, what it comes to hold besides tensors: the judge, libraries
-# that load late, freed blocks (0.05 without a judge, 0.08 to 0.09 with one, with pairs of answers 0.13)
+# where the process was measured before its model loaded, what it comes to hold besides tensors (0.05 without a judge,
+# 0.08 to 0.09 with one, with pairs of answers 0.13)
 CPU_LATER_GIB = 0.1
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
@@ -46,53 +43,56 @@ SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
 
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """Return what a GPU needs besides the step's tensors."""
-    if gpu.name == CPU_DEVICE:
-        what = "process: Python, PyTorch, libraries, data"
-        if gpu.process_gib:
-            return [Term("overhead", what, "measured", (gpu.process_gib + CPU_LATER_GIB) * GIB)]
-        parts = (
-            (True, what, CPU_PROCESS_GIB),
-            (job.batch.tiles, "process: what opens pictures, and these", CPU_PICTURES_GIB),
-            (job.batch.goal.compares, "process: freed blocks that it keeps", CPU_PAIRS_GIB),
-        )
-        return [Term("overhead", what, "measured elsewhere", gib * GIB) for holds, what, gib in parts if holds]
-    workspace = generation_of(gpu).workspace_gib
-    passing = passing_bytes(memory)
+    workspace_gib = generation_of(gpu).workspace_gib
+    gaps = GAP_SHARE * _passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
     is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
-    terms = where(
-        (True, Term("overhead", CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB)),
-        (True, Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB)),
-        (True, Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing)),
-        (is_eager, Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores)),
-        (has_ranks, Term("overhead", RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB)),
+    rows_of_terms = (
+        (True, CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
+        (True, "cuBLAS workspace", f"{workspace_gib * 1024:.0f} MiB", workspace_gib * GIB),
+        (True, "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", gaps),
+        (is_eager, "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores),
+        (has_ranks, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB),
     )
+    terms = [Term(Part.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
     # where there is no room the allocator gives free blocks back
     room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
-    apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
-    return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
+    apart = max(0.0, min(_blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
+    freed = Term(Part.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart)
+    return [*terms, freed] if apart else terms
 
 
-def blocks_apart(memory: DeviceMemory) -> float:
+def _process_terms(job: Job, process_gib: float) -> list[Term]:
+    what = "process: Python, PyTorch, libraries, data"
+    if process_gib:
+        return [Term(Part.OVERHEAD, what, "measured", (process_gib + CPU_LATER_GIB) * GIB)]
+    sizes_gib = {
+        what: CPU_PROCESS_GIB,
+        "process: what opens pictures, and these": CPU_PICTURES_GIB * bool(job.batch.tiles),
+        "process: freed blocks that it keeps": CPU_PAIRS_GIB * job.batch.goal.compares,
+    }
+    return [Term(Part.OVERHEAD, what, "measured elsewhere", gib * GIB) for what, gib in sizes_gib.items() if gib]
+
+
+def _blocks_apart(memory: DeviceMemory) -> float:
     """Return the bytes of blocks beyond what is allocated at the highest moment."""
     return max(0.0, memory.blocks - size_of(memory.terms))
 
 
-def passing_bytes(memory: DeviceMemory) -> float:
+def _passing_bytes(memory: DeviceMemory) -> float:
     """Return what is allocated and freed in every step, blocks of other moments included."""
-    return blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
+    return _blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
 
 
 def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
     """Return the memory with the device's own needs, the likely ones and their spread."""
-    overhead = overhead_terms(architecture, job, gpu, memory)
-    terms = (*memory.terms, *overhead)
     if gpu.name == CPU_DEVICE:
-        return DeviceMemory(memory.moment, terms, memory.blocks)
-    given_back = blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
+        return replace(memory, terms=(*memory.terms, *_process_terms(job, gpu.process_gib)))
+    overhead = overhead_terms(architecture, job, gpu, memory)
+    given_back = _blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
-    return DeviceMemory(memory.moment, terms, memory.blocks, given_back + share * passing_bytes(memory))
+    return replace(memory, terms=(*memory.terms, *overhead), spread=given_back + share * _passing_bytes(memory))
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
@@ -103,5 +103,4 @@ def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu
 @lru_cache(maxsize=10_000)
 def memory_of_step(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """Return the same of a job without an evaluation; it is kept."""
-    memory = device_memory(architecture, job, share)
-    return with_overhead(architecture, job, gpu, memory)
+    return with_overhead(architecture, job, gpu, device_memory(architecture, job, share))

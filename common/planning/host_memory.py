@@ -2,16 +2,17 @@
 
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
-from common.planning.job import OPTIMIZER_BYTES, Job
+from common.planning.job import Job
 from common.planning.shares import (
     parameters_of,
     stages_of,
+    state_bytes,
     tower_parameters,
     trained_parameters,
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import Term, where
+from common.planning.terms import Part, Term
 
 LITTLE_BYTES = GIB
 """A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
@@ -19,8 +20,6 @@ it; while a larger one is being written, from a copy on the host, training goes 
 ZERO_OFFLOADED_BYTES = 4 + 4 + 4 + 4
 """Of each trained weight: fp32 copy, momentum, variance and gradient, as DeepSpeed's own estimator counts them
 (deepspeed.readthedocs.io, Memory Requirements)."""
-
-
 PLAIN_FILE_BYTES = 50e9
 """The largest file that Transformers' `save_pretrained` writes: its weights are on the host meanwhile."""
 LARGEST_FILE_BYTES, SMALL_FILE_BYTES = 5_000_000_000, 16_000_000
@@ -37,51 +36,54 @@ def file_bytes(total_bytes: int) -> int:
 def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[str, list[Term]]:
     """Return, by phase, the summands of the fullest machine's own memory, beside what its programs take."""
     offload = offloaded(architecture, job, machines)
+    weights = [term for term in offload if term.part == Part.WEIGHTS]
     return {
-        "loading": [*(term for term in offload if term.part == "weights"), _being_read(architecture, job, machines)],
-        "training": [*offload, *staged(architecture, job, machines)],
-        "saving": _being_written(architecture, job, machines),
+        "loading": [*weights, _being_read(architecture, job, machines)],
+        "training": [*offload, *_staged(architecture, job, machines)],
+        "saving": [_being_written(architecture, job, machines)],
         "merging": _being_merged(architecture, job, machines),
     }
 
 
 def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
-    """Return the one weight, or part of it, that each rank has on the way from a file to its device."""
     sharing, count = job.parallelism, max(widest_matrix(architecture), architecture.embedding_parameters)
     ranks = 1 if sharing.in_one_process else job.devices // machines
     reads_parts = (sharing.uses_fsdp or sharing.splits_matrices) and not (job.draws_weights or job.method.quantizes)
     parts = (job.shard_ranks if sharing.uses_fsdp else job.devices) if reads_parts else 1
     formula = f"{ranks} x {count:,} x {job.weight_bytes} bytes" + (f" / {parts} ranks" if parts > 1 else "")
     what = "largest weight, each rank's own part" if parts > 1 else "largest weight on each rank"
-    return Term("weights", what, formula, ranks * count * job.weight_bytes / parts)
+    return Term(Part.WEIGHTS, what, formula, ranks * count * job.weight_bytes / parts)
 
 
-def _being_written(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return what is on the host of the model, or the adapters, that are saved at the end."""
+def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
     weights, trained = _counts(architecture, job)
     count, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
     sharing = job.parallelism
     if sharing.pipelines:
-        return [_stages(count, each, job, machines, job.devices)]
+        return _stages(count, each, job, machines, job.devices)
     if sharing.shards_weights or sharing.splits_matrices:
-        size = file_bytes(count * each)
-        return [Term("weights", "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
-    return [Term("weights", "one file's weights", "at most 50 GB", min(count * each, PLAIN_FILE_BYTES))]
+        size = min(file_bytes(count * each), count * each)
+        return Term(Part.WEIGHTS, "one file's weights", f"of {count:,} x {each} bytes", size)
+    return _plain_file(count * each)
 
 
 def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return what is on the host of the model with its adapter merged in."""
-    weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes
     if not job.method.has_adapters:
         return []
+    weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes
     stages = stages_of(architecture, job)
     if stages > 1:
         return [_stages(weights, each, job, machines, stages, on_host=job.method.quantizes)]
-    if job.method.quantizes:  # merged on the host where the GPU has no room; with one rank (2.3) into both bases
-        models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
-        formula = f"{models} x {weights:,} x {each} bytes"
-        return [Term("weights", f"merged weights{of_both}", formula, models * weights * each)]
-    return [Term("weights", "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
+    if not job.method.quantizes:
+        return [_plain_file(weights * each)]
+    # merged on the host where the GPU has no room; with one rank (2.3) into both bases
+    models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
+    formula = f"{models} x {weights:,} x {each} bytes"
+    return [Term(Part.WEIGHTS, f"merged weights{of_both}", formula, models * weights * each)]
+
+
+def _plain_file(size: float) -> Term:
+    return Term(Part.WEIGHTS, "one file's weights", "at most 50 GB", min(size, PLAIN_FILE_BYTES))
 
 
 def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host: bool = False) -> Term:
@@ -91,9 +93,10 @@ def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host
     """
     here, stage_bytes = min(job.devices // machines, stages), count * each / stages
     if on_host:
-        return Term("weights", "merged stages", f"{here} x {count:,} x {each} bytes / {stages}", here * stage_bytes)
+        formula = f"{here} x {count:,} x {each} bytes / {stages}"
+        return Term(Part.WEIGHTS, "merged stages", formula, here * stage_bytes)
     size = min(file_bytes(int(stage_bytes)), stage_bytes)
-    return Term("weights", "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
+    return Term(Part.WEIGHTS, "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:
@@ -101,50 +104,44 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
     if not job.offload:
         return []
     weights, trained = _counts(architecture, job)
+    of_weights = (Part.WEIGHTS, "weights", weights, job.weight_bytes)
+    terms = [
+        (Part.OPTIMIZER, "optimizer states", trained, state_bytes(job, job.trained_bytes)),
+        of_weights,
+        (Part.GRADIENTS, "gradients", trained, job.trained_bytes),
+    ]
     if job.parallelism.uses_deepspeed:
-        terms = [("optimizer", "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
-        if job.parallelism.shards_weights:
-            terms.append(("weights", "weights", weights, job.weight_bytes))
-    else:
-        terms = [
-            ("optimizer", "optimizer states", trained, _state_bytes(job)),
-            ("weights", "weights", weights, job.weight_bytes),
-            ("gradients", "gradients", trained, job.trained_bytes),
-        ]
+        terms = [(Part.OPTIMIZER, "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
+        terms += [of_weights] if job.parallelism.shards_weights else []
     return [_shards(*term, job, machines) for term in terms]
 
 
-def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     """Return the copy of what is written while training goes on: what is trained; none where training waits."""
     _, trained = _counts(architecture, job)
     of_tower = tower_parameters(architecture, whole_model(architecture)) * job.trains_tower
-    state, tower_state = _state_bytes(job), _state_bytes(job, job.weight_bytes)
-    whole = trained * (job.trained_bytes + state) + of_tower * (job.weight_bytes + tower_state)
+    each, tower_each = job.trained_bytes, job.weight_bytes
+    state, tower_state = state_bytes(job, each), state_bytes(job, tower_each)
+    whole = trained * (each + state) + of_tower * (tower_each + tower_state)
     if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:
         return []
-    what = "of the vision tower"
-    return where(
-        (True, _shards("weights", "copy of the weights that are saved", trained, job.trained_bytes, job, machines)),
-        (of_tower, _shards("weights", f"the same {what}", of_tower, job.weight_bytes, job, machines)),
-        (True, _shards("optimizer", "copy of their optimizer states", trained, state, job, machines)),
-        (of_tower, _shards("optimizer", f"the same {what}", of_tower, tower_state, job, machines)),
+    terms = (
+        (Part.WEIGHTS, "copy of the weights that are saved", trained, each),
+        (Part.WEIGHTS, "the same of the vision tower", of_tower, tower_each),
+        (Part.OPTIMIZER, "copy of their optimizer states", trained, state),
+        (Part.OPTIMIZER, "the same of the vision tower", of_tower, tower_state),
     )
+    return [_shards(part, what, count, each, job, machines) for part, what, count, each in terms if count]
 
 
 def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
     """Return how many weights the model has, adapters included, and how many are trained."""
-    whole = whole_model(architecture)
-    trained = trained_parameters(architecture, job, whole)
-    return parameters_of(architecture, whole) + (trained if job.method.has_adapters else 0), trained
+    trained = trained_parameters(architecture, job)
+    own = parameters_of(architecture, whole_model(architecture))
+    return own + trained * job.method.has_adapters, trained
 
 
-def _state_bytes(job: Job, weight_bytes: int = 0) -> float:
-    """Return the bytes of the optimizer's states per trained weight, by default of those that the technique trains."""
-    states = OPTIMIZER_BYTES[job.optimizer]
-    return 2 * (weight_bytes or job.trained_bytes) if states is None else states
-
-
-def _shards(part: str, what: str, count: int, each: float, job: Job, machines: int) -> Term:
+def _shards(part: Part, what: str, count: int, each: float, job: Job, machines: int) -> Term:
     """Return what the ranks of one machine hold of `count` numbers; one of them, of what is not divided among ranks."""
     if not (job.parallelism.shards or job.parallelism.splits_matrices):
         return Term(part, what, f"{count:,} x {each:g} bytes", count * each)

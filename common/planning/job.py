@@ -6,7 +6,8 @@ from typing import Literal
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, HasSpecs, Task
-from common.planning.architectures import Architecture, Linear, Stack, read_architecture, usual_tiles
+from common.planning.architectures import Architecture, Linear, Stack, read_architecture
+from common.planning.model_configs import usual_tiles
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
 Quantization = Literal["nf4", "nf4-double"]

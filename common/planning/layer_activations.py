@@ -1,21 +1,16 @@
-"""What PyTorch's autograd keeps of one layer's forward pass, operation by operation."""
+"""What PyTorch's autograd keeps of one layer's forward pass, operation by operation, and its backward pass works on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Term, activations, numbers, times_each, where
+from common.planning.terms import Part, Term, activations, numbers, size_of, times_each
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """The terms of a layer of each stack; letters as in `memory_plan`.
-
-    Attributes:
-        batch: Of one micro-batch.
-        hidden_bytes: `x`.
-    """
+    """The terms of a layer of each stack, for the batch of one micro-batch; letters as in `memory_plan`."""
 
     architecture: Architecture
     job: Job
@@ -24,32 +19,32 @@ class LayerActivations:
 
     def saved(self, stack: Stack) -> list[Term]:
         """Return what autograd keeps of one layer's forward pass."""
-        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self.mlp(stack)]
+        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
         architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
-        x, full = self.hidden_bytes, self.job.trains_all
-        count = 3 if stack.kind == "cross-decoder" else 2
+        x, full, count = self.hidden_bytes, self.job.trains_all, 3 if stack.kind == StackKind.CROSS_DECODER else 2
         size = count * t * architecture.hidden
         if not family.is_llama_like:
             return [activations("inputs of the layer norms", f"{count} T H 4", size * 4)]
-        heads_size = t * (architecture.heads + architecture.kv_heads) * architecture.head_dim * (4 + x * full)
-        return where(
-            (True, activations("inputs of the norms in fp32", f"{count} T H 4", size * 4)),
-            (full, activations("normalized, for the norms' weights", f"{count} T H x", size * x)),
-            (family.normalizes_queries, activations("norms of queries and keys", "T (Q + K) (4 + x)", heads_size)),
-        )
+        of_heads = t * (architecture.query_size + architecture.key_size) * (4 + x * full) * family.normalizes_queries
+        return [
+            activations("inputs of the norms in fp32", f"{count} T H 4", size * 4),
+            activations("normalized, for the norms' weights", f"{count} T H x", size * x * full),
+            activations("norms of queries and keys", "T (Q + K) (4 + x)", of_heads),
+        ]
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
         trained = [linear for linear in stack.linears if not linear.ends_block and self._keeps_input(linear)]
-        blocks = {linear.block for linear in trained}
         of_encoder = sum(linear.reads_encoder for linear in trained)
         if self.casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
             copies = len(trained) - of_encoder
         else:  # projections of a block read the same norm, and the encoder's output is there for all layers
-            copies, of_encoder = len(blocks) + (stack.kind == "cross-decoder" and "attention" in blocks), 0
+            blocks = {linear.block for linear in trained}
+            attends_encoder = stack.kind == StackKind.CROSS_DECODER and Block.ATTENTION in blocks
+            copies, of_encoder = len(blocks) + attends_encoder, 0
         tokens = copies * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
         formula = f"{copies} T H a" + (f" + {of_encoder} TE H a" if of_encoder else "")
         size = tokens * self.architecture.hidden * self.job.arithmetic_bytes
@@ -77,76 +72,65 @@ class LayerActivations:
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
         architecture, job, rows, a = self.architecture, self.job, self.batch.sequences, self.job.arithmetic_bytes
-        q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+        heads, q, k = architecture.heads, architecture.query_size, architecture.key_size
         s, te = ("S", "T") if asking == asked else ("E", "TE")
         eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
         keys, in_words = (2 * q, "2 Q") if eager or masked else (2 * k, "2 K")  # repeated for each head, or not
-        pairs, t = rows * asking * asked, rows * asking
+        pairs, t, scores = rows * asking * asked, rows * asking, f"B heads S {s}"
         each = 4 + (a if a < 4 else 0)
-        dropped = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
-        scores = f"B heads S {s}"
-        return where(
-            (
-                True,
-                activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
-            ),
-            (True, activations("result of attention", "T Q a", t * q * a)),
-            (eager, activations("attention scores", f"{scores} {each}", pairs * architecture.heads * each)),
-            (
-                eager and architecture.dropout,
-                activations("dropout of the scores", f"{scores} {dropped}", pairs * architecture.heads * dropped),
-            ),
-            (not eager, activations("attention's normalizers in fp32", "T heads 4", t * architecture.heads * 4)),
-            (masked, activations("mask in the arithmetic's format", f"B S {s} a", pairs * a)),
-        )
+        dropped = ((4 if job.cpu_operations else 1) + (4 if a == 4 else 0)) * bool(architecture.dropout)
+        of_scores = [
+            activations("attention scores", f"{scores} {each}", pairs * heads * each),
+            activations("dropout of the scores", f"{scores} {dropped}", pairs * heads * dropped),
+        ]
+        return [
+            activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
+            activations("result of attention", "T Q a", t * q * a),
+            *(of_scores if eager else [activations("attention's normalizers in fp32", "T heads 4", t * heads * 4)]),
+            activations("mask in the arithmetic's format", f"B S {s} a", pairs * a * masked),
+        ]
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
         """Return what PyTorch keeps where it has no fused attention: with dropout, on a CPU, in fp32.
 
         (aten/src/ATen/native/transformers/attention.cpp: `_scaled_dot_product_attention_math`.)
         """
-        architecture, job, t = self.architecture, self.job, self.batch.tokens
-        q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
-        scores = self.batch.sequences * architecture.heads * self.batch.length**2
-        keeps_result = any(
-            job.trains(linear) or job.adapts(linear)
-            for linear in stack.linears
-            if linear.ends_block and linear.block == "attention"
-        )
-        return where(
-            (True, activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4)),
-            (True, activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12)),
-            (keeps_result, activations("result of attention", "T Q a", t * q * a)),
-        )
+        t, q = self.batch.tokens, self.architecture.query_size
+        scores = self.batch.sequences * self.architecture.heads * self.batch.length**2
+        last = _last_of(Block.ATTENTION, stack)
+        keeps_result = any(self.job.trains(linear) or self.job.adapts(linear) for linear in last)
+        return [
+            activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4),
+            activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12),
+            activations("result of attention", "T Q a", t * q * self.job.arithmetic_bytes * keeps_result),
+        ]
 
-    def mlp(self, stack: Stack) -> list[Term]:
-        """Return what the MLP keeps between its matrices."""
-        architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
-        keeps_result = any(
-            self._keeps_input(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"
-        )
-        if architecture.family.is_llama_like:
+    def _mlp(self, stack: Stack) -> list[Term]:
+        keeps_result = any(map(self._keeps_input, _last_of(Block.MLP, stack)))
+        if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
-        size = count * t * architecture.intermediate * job.arithmetic_bytes
-        return [activations(what, f"{count} T I a", size)]
+        numbers_of_mlp = count * self.batch.tokens_in(stack) * self.architecture.intermediate
+        return [activations(what, f"{count} T I a", numbers_of_mlp * self.job.arithmetic_bytes)]
 
     def _dropouts(self, stack: Stack) -> list[Term]:
-        count = 3 if stack.kind == "cross-decoder" else 2
+        count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
         bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
         size = count * self.batch.tokens_in(stack) * self.architecture.hidden * bytes_each
-        return where((self.architecture.dropout, activations("dropout masks", f"{count} T H{letter}", size)))
+        return [activations("dropout masks", f"{count} T H{letter}", size * bool(self.architecture.dropout))]
 
     def _adapters(self, stack: Stack) -> list[Term]:
-        job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
+        job, a = self.job, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        if not adapted:
+            return []
         copied = [linear for linear in adapted if self._copies_adapters_input(linear)]
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
             (linear.block, linear.ends_block): linear
             for linear in adapted
-            if linear not in copied and not (linear.ends_block and linear.block == "attention")
+            if linear not in (*copied, *_last_of(Block.ATTENTION, stack))
         }
         kept = [*copied, *(linear for linear in shared.values() if not self._keeps_input(linear))]
 
@@ -154,43 +138,104 @@ class LayerActivations:
             """Return how many numbers of these widths all tokens have, and the formula."""
             own = sum(width for linear, width in widths if not linear.reads_encoder)
             of_encoder = sum(width for linear, width in widths if linear.reads_encoder)
-            count = own * batch.tokens_in(stack) + of_encoder * batch.tokens
+            count = own * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
             return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
         each = a if job.loop.autocasts else job.trained_bytes  # without autocast adapters compute in their own format
         inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
         masks, masks_formula = of_tokens([(linear, linear.inputs * self._mask_bytes(linear)) for linear in adapted])
         between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
-        return where(
-            (adapted, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
-            (job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks)),
-            (adapted, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
-        )
+        return [
+            activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each),
+            activations("dropout masks of the adapters", masks_formula, masks * bool(job.lora_dropout)),
+            activations("between the adapters' matrices", f"({between_formula}) a", between * a),
+        ]
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
-        """Whether an adapter keeps a copy of its input, which dropout or a cast made."""
-        job, differs = self.job, self.has_wide_input(linear)
+        job, differs = self.job, self._has_wide_input(linear)
         if job.loop.casts_adapter_inputs:
             differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
         return job.lora_dropout > 0 or differs
 
-    def has_wide_input(self, linear: Linear) -> bool:
+    def _has_wide_input(self, linear: Linear) -> bool:
         """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""
         return self.casts_inputs and not linear.ends_block
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
-        if not self.job.cpu_operations:
-            return 1
-        is_wide = self.job.loop.casts_adapter_inputs or self.has_wide_input(linear)
-        return 4 if is_wide else self.job.arithmetic_bytes
+        is_wide = self.job.loop.casts_adapter_inputs or self._has_wide_input(linear)
+        return (4 if is_wide else self.job.arithmetic_bytes) if self.job.cpu_operations else 1
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
-        count = sum(linear.inputs * linear.outputs for linear in linears)
-        is_cast = count and self.job.autocasts and not self.job.method.quantizes
-        copies = numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)
-        return where((is_cast, copies))
+        count = sum(linear.weights for linear in linears) * (self.job.autocasts and not self.job.method.quantizes)
+        return [numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
+
+    # -- the backward pass
+
+    def backward(self, stack: Stack) -> list[Term]:
+        """Return what is alive only while one layer is back-propagated."""
+        again, a, count = self.job.gradient_checkpointing, self.job.arithmetic_bytes, self._gradients_within_mlp
+        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * a
+        working = [activations("gradients within the MLP", f"{count} T I a", size)]
+        if again:  # the forward pass comes again
+            working = max(working, self.adapter_casts(stack), key=size_of)
+        saved = self.saved(stack) if again else []
+        ways = [[*times_each(saved, 1, "computed again: "), *working, *self._score_gradients(stack, 4)]]
+        if again and self.job.attention == "eager":  # the MLP is done
+            before_mlp = [term for term in saved if term not in self._mlp(stack)]
+            ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
+        return [*max(ways, key=size_of), self.passing(stack)]
+
+    @property
+    def _gradients_within_mlp(self) -> int:
+        """How many there are at once, beside all that the MLP saved, which goes as its gradients come.
+
+        Adapters compute theirs in fp32, beside 16 bits. In a step on pairs, without dropout, those of an input that
+        base and adapter read are added up when it is gone; where hidden states are in fp32, they are fewer by then.
+        """
+        if not self.job.method.has_adapters:
+            return 1
+        if self.job.batch.goal.compares:
+            return 2 if self.hidden_bytes == 2 else 1
+        return 3 if self.architecture.family.is_llama_like and self.job.arithmetic_bytes == 2 else 1
+
+    def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
+        """Return the gradients of the attention scores, of the eager attention.
+
+        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
+        """
+        pairs = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.batch.sequences
+        size = each * pairs * self.architecture.heads * (self.job.attention == "eager")
+        return [activations("gradients of the attention scores", f"B heads S S {each}", size)]
+
+    def passing(self, stack: Stack) -> Term:
+        """Return what goes from layer to layer, or the gradients of it."""
+        size = 2 * self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
+        return activations("hidden states, or their gradients", "2 T H x", size)
+
+    def adapter_casts(self, stack: Stack) -> list[Term]:
+        """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
+
+        PEFT's cast makes an fp32 copy of any input, and dropout one more. Without that cast there is only what dropout
+        makes of an input that is in fp32 anyway.
+        """
+        job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
+        adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        if not adapted or not job.loop.autocasts or job.loop.short_adapters:
+            return []
+        dropped, casts = 4 if job.lora_dropout else 0, job.loop.casts_adapter_inputs
+        in_fp32 = [linear.inputs for linear in adapted if casts or self._has_wide_input(linear)]
+        widest, each = max(in_fp32, default=0), (4 + dropped if casts else dropped) if a < 4 else 0
+        return [
+            activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
+            activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
+        ]
+
+
+def _last_of(block: Block, stack: Stack) -> list[Linear]:
+    """Return the projections of a layer that read what such a block has made; a decoder with an encoder has two."""
+    return [linear for linear in stack.linears if linear.ends_block and linear.block == block]
 
 
 def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:
@@ -198,7 +243,7 @@ def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, 
 
     Its input, the sum with the attention's result, and the norm of that; then what the MLP makes of it.
     """
-    a, of_mlp = job.arithmetic_bytes, 3 if architecture.family.is_llama_like else 2
-    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * a
+    of_mlp = 3 if architecture.family.is_llama_like else 2
+    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * job.arithmetic_bytes
     size = tokens * (4 * hidden + of_mlp * width)
     return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", size)

@@ -12,40 +12,39 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.hardware.devices import Gpu
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, Block, StackKind
+from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
-from common.planning.memory_plan import (
-    FSDP_GATHERED_AT_LOSS,
-    FSDP_GATHERED_IN_FORWARD,
-    TOWER_FORWARD,
-    DeviceMemory,
-    DeviceSums,
-    device_sums,
+from common.planning.memory_plan import DeviceSums, Moment, device_sums
+from common.planning.shares import (
+    Share,
+    alone,
+    parameters_of,
+    part_of_rank,
+    sees,
+    stages_of,
+    whole_model,
+    widest_matrix,
 )
-from common.planning.shares import Share, parameters_of, part_of_rank, sees, stages_of, whole_model, widest_matrix
-from common.planning.terms import Term, activations, numbers, size_of, times_each, where
+from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 """In the order of a run; validation and saving come again and again in training."""
-HIDDEN_STATES = 4
-"""Of a forward pass without gradients, where a layer is widest; see `_layer`."""
 ROOM_FOR_MODELS = 0.9
 """Of a device's memory: what models may take."""
 JUDGE_WEIGHTS, JUDGE_HIDDEN = 22_713_216, 384
 """Of all-MiniLM-L6-v2, the independent judge, which is in fp32; its MLP is four times as wide as its hidden states."""
+LAYER = "forward of a layer"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a run on one device.
+    """A phase of a run on one device: one of `PHASES`, and its highest moment, the GPU's own overhead included.
 
-    Attributes:
-        name: One of `PHASES`.
-        alive: The models in the device's memory, in words.
-        memory: At the phase's highest moment, the GPU's own overhead included.
+    `alive` says which models are in the device's memory.
     """
 
     name: str
@@ -54,10 +53,7 @@ class Phase:
 
 
 def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
-    """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
-
-    The original base judges the quantized one's answers; without room the quantized base is evaluated alone.
-    """
+    """Return whether a device holds QLoRA's base and, beside it, a model in 16 bits, which judges its answers."""
     return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
 
 
@@ -72,18 +68,15 @@ def phases_of(
 ) -> tuple[Phase, ...]:
     """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
 
-    `reloads_adapter`: the device is of a rank that loads the saved adapter on the base again; `merges`: of one that
-    merges it. `stage`: what the device holds of a model that answers beside training; None: all of it, or with mp as
-    much as in training.
+    `reloads_adapter`, `merges`: the device's rank loads the saved adapter again, or merges it. `stage`: what it holds
+    of a model that answers beside training; None: all of it, or with mp as much as in training.
     """
     training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
     if job.evaluation is None:
         return (training,)
     sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter, merges, stage)
-    others = (sums.loading(), sums.evaluation("baseline evaluation"), sums.validation(), sums.saving(), sums.merging(),
-              sums.evaluation("final evaluation"))  # fmt: skip
-    by_name = {phase.name: phase for phase in (training, *others)}
-    return tuple(by_name[name] for name in PHASES)
+    evaluations = sums.evaluation("baseline evaluation", tuned=False), sums.evaluation("final evaluation", tuned=True)
+    return sums.loading(), evaluations[0], training, sums.validation(), sums.saving(), sums.merging(), evaluations[1]
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class _PhaseSums:
     def loading(self) -> Phase:
         """Return the model when its last weight is there; or a module that is whole before it is divided.
 
-        Of files each rank reads its part alone. Weights that are drawn, quantized or DeepSpeed's come module by module.
+        Of files each rank reads its part alone; weights that are drawn, quantized or DeepSpeed's come by modules.
         """
         job, architecture, there = self.job, self.architecture, self._trained.weights()
         moments, sharing = [("the last weight", there)], job.parallelism
@@ -114,14 +107,13 @@ class _PhaseSums:
             has_own_head = not (architecture.tied or architecture.classes)
             last = max(widest_matrix(architecture), embeddings * has_own_head)
             ranks = job.shard_ranks if sharing.shards_weights else job.devices
-            first = where(
-                (True, numbers("weights", "embeddings before they are divided", embeddings, each)),
-                (not sharing.pipelines, numbers("weights", "part of the embeddings", embeddings, each, ranks)),
-            )
-            moments += [
-                ("the last module, whole", [*there, numbers("weights", "a module before it is divided", last, each)]),
-                ("the embeddings, whole", first),
+            parts = embeddings * (not sharing.pipelines)
+            first = [
+                numbers(Part.WEIGHTS, "embeddings before they are divided", embeddings, each),
+                numbers(Part.WEIGHTS, "part of the embeddings", parts, each, ranks),
             ]
+            module = numbers(Part.WEIGHTS, "a module before it is divided", last, each)
+            moments += [("the last module, whole", [*there, module]), ("the embeddings, whole", first)]
         return self._phase("loading", "trained model", *moments, attends=False)
 
     def validation(self) -> Phase:
@@ -129,14 +121,14 @@ class _PhaseSums:
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
         rows = self._filled_up(self.shape.validated) * self.job.batch.goal.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
-        layer = self._trained_layer(rows // parts, length, length) + self._pictures(rows)
+        layer = [*self._layer(rows // parts, length, length, trains=True), *self._images(rows)]
         moments = [
-            ("forward of a layer", [*kept, *sums.gathered(FSDP_GATHERED_IN_FORWARD), *layer]),
-            (TOWER_FORWARD, [*kept, *self._looking(rows)]),
+            (LAYER, [*kept, *sums.gathered(FSDP_GATHERED_IN_FORWARD), *layer]),
+            (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
         ]
         if self.share.has_head:
             loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
-            moments.append(("loss", [*kept, *sums.gathered(FSDP_GATHERED_AT_LOSS), *loss]))
+            moments.append((Moment.LOSS, [*kept, *sums.gathered(FSDP_GATHERED_AT_LOSS), *loss]))
         return self._phase("validation", "trained model, optimizer", *moments)
 
     def saving(self) -> Phase:
@@ -147,81 +139,87 @@ class _PhaseSums:
     def merging(self) -> Phase:
         """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
         architecture, shape, a, parts = self.architecture, self.shape, self.job.arithmetic_bytes, self.job.micro_batches
+        sharing, method = self.job.parallelism, self.job.method
         # as `common.training.export.rows_to_compare` chooses them
-        length = shape.compared_length or shape.length
+        length, target_length = shape.compared_length or shape.length, shape.labelled
         at_once = LOGITS_AT_ONCE // (architecture.embedding_parameters // architecture.hidden)  # a classifier's, too
-        target_length = shape.labelled
         if len(architecture.stacks) == 1:
-            longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
+            longest = length if architecture.tower else at_once  # longer rows are cut, but not within an image
             target_length = length = min(length, longest)
         rows = self._filled_up(min(shape.validated, max(1, at_once // target_length)))
         rows *= self.job.batch.goal.sequences_per_row
-        kept = self._kept_beside(rows * length)
-        passing = self._trained_layer(rows // parts, length, target_length)
-        gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
-        moments = [
-            (TOWER_FORWARD, [*kept, *self._looking(rows)]),
-            ("forward of a layer", [*kept, *gathered[0], *passing, *self._pictures(rows)]),
-            ("a weight is gathered and saved", [*self._trained.between_steps, *self._gathered_to_save()]),
-            ("what was saved is loaded", self._reloaded()),
-        ]
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
-        reading = [*self._layer(rows, length, target_length, a), *self._pictures(rows)]
-        adapted = where((
-            self.job.method.has_adapters and self.reloads_adapter,
-            Term("logits", "logits with the adapter that was loaded", "P V 4", 4 * count),
-        ))  # fmt: skip
-        if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
-            expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count), *adapted]
-            copying = gathered[1] if self.job.parallelism.uses_deepspeed else []  # FSDP lets go when the forward ends
+        kept = self._kept_beside(rows * length)
+        # as any user loads it: with 4-bit bases the adapter on one
+        saved = self._whole.base_weights() if method.quantizes else self._whole_weights("weights of what was saved")
+        passing = [*self._layer(rows // parts, length, target_length, trains=True), *self._images(rows)]
+        reading = [*self._layer(rows, length, target_length, a), *self._images(rows)]
+        in_forward, at_loss = (self._trained.gathered(n) for n in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS))
+        what = "logits before and after, and two tensors of their differences"
+        compared = Term(Part.LOGITS, what, "4 P V 4", 16 * count)
+        reloaded = 4 * count * (method.has_adapters and self.reloads_adapter)
+        adapted = Term(Part.LOGITS, "logits with the adapter that was loaded", "P V 4", reloaded)
+        moments = [
+            (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
+            (LAYER, [*kept, *in_forward, *passing]),
+            ("a weight is gathered and saved", [*self._trained.between_steps, *self._gathered_to_save()]),
+            ("what was saved is loaded", saved),
+        ]
+        if self.share.has_head or not sharing.pipelines:  # the last stage compares
+            expected = [Term(Part.LOGITS, "the trained model's logits", "P V 4", 4 * count), adapted]
+            copying = at_loss if sharing.uses_deepspeed else []  # FSDP lets go when the forward ends
+            each = 2 * a if parts > 1 else a  # of a pipeline with those of its micro-batches
+            with_copy = each + (4 if a < 4 else 0)
+            what = "whole logits of a few rows, and their copies"
+            logits, copied = (Term(Part.LOGITS, what, f"P V {size}", count * size) for size in (each, with_copy))
             moments += [
-                ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),
-                ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
-                ("the trained model's logits in fp32", [*kept, *copying, self._whole_logits(count, with_copy=True)]),
-                ("forward of a layer of the saved model", [*self._reloaded(), *expected, *reading]),
-                ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
+                ("the saved model's vision tower", [*saved, *expected, *self._images(rows, looking=True)]),
+                ("the trained model's logits", [*kept, *at_loss, logits]),
+                ("the trained model's logits in fp32", [*kept, *copying, copied]),
+                ("forward of a layer of the saved model", [*saved, *expected, *reading]),
+                ("the comparison with the saved model's", [*saved, compared]),
             ]
-            if self.job.method.quantizes and self._has_room_for_whole():
-                moments.append(("the comparison with the merged model's", [*self._whole_weights(), _compared(count)]))
+            if method.quantizes and self._has_room_for_whole():
+                moments.append(("the comparison with the merged model's", [*self._whole_weights(), compared]))
         elif self.stage:
             each = a + (4 if a < 4 else 0)
-            received = Term("logits", "logits that the last stage sends, in fp32, too", f"P V {each}", count * each)
+            what = "logits that the last stage sends, in fp32, too"
+            received = Term(Part.LOGITS, what, f"P V {each}", count * each)
             moments += [
-                ("forward of a layer of the saved model", [*self._reloaded(), *adapted, *reading]),
-                ("the saved model's logits", [*self._reloaded(), *adapted, received]),
+                ("forward of a layer of the saved model", [*saved, adapted, *reading]),
+                ("the saved model's logits", [*saved, adapted, received]),
             ]
-        sharing, method = self.job.parallelism, self.job.method
         # 4 bits have no room for the sum: without room for 16 the host merges, and one rank (2.3) does so in any case
         is_here = method.has_plain_adapters or (not sharing.is_single and self._has_room_for_whole())
         if method.has_adapters and is_here and self.merges:
             what = "an adapter's product, and its sum with the matrix"
-            product = numbers("weights", what, widest_matrix(architecture), 4 + 4)
+            product = numbers(Part.WEIGHTS, what, widest_matrix(architecture), 4 + 4)
             moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
-    def evaluation(self, name: str) -> Phase:
+    def evaluation(self, name: str, tuned: bool) -> Phase:
         """Return the answers to a batch of questions (or its labels, or summaries), and their judging."""
         shape, a = self.shape, self.job.whole_model_bytes
-        answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
-        moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
-        moments.append((TOWER_FORWARD, [*answering, *self._looking(self._answered)]))
+        answering, judging, alive = self._evaluated(tuned)
+        moments = self._answers(a)
+        moments[Moment.TOWER_FORWARD] = self._images(self._answered, looking=True)
         if self.job.batch.goal.compares:  # how likely both given answers to a batch of prompts are
             rows = self._answered * self.job.batch.goal.sequences_per_row
-            layer = self._layer(rows, shape.length, shape.length, a)
             head = self._whole.loss_without_gradients(rows, shape.length, shape.labelled)
-            moments.append(("forward of a layer of the given answers", [*answering, *layer]))
-            moments.append(("head of the given answers", [*answering, *head]))
+            moments["forward of a layer of the given answers"] = self._layer(rows, shape.length, shape.length, a)
+            moments["head of the given answers"] = head
+        if shape.has_independent_judge:
+            size = self._rows_at_once(1) * shape.labelled * (4 + 2 * 4) * JUDGE_HIDDEN * 4
+            what = "the judge's hidden states, and what one layer makes of them"
+            weights = numbers(Part.WEIGHTS, "independent judge", JUDGE_WEIGHTS, 4)
+            moments["the independent judge"] = [weights, activations(what, "T 12 H 4", size)]
+        all_moments = [(moment, [*answering, *terms]) for moment, terms in moments.items()]
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)
             size = 2 * self._answered * length * self.architecture.hidden * 4
             hidden = activations("hidden states in fp32", "2 T H 4", size)
-            moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
-        if shape.has_independent_judge:
-            size = self._rows_at_once(1) * shape.labelled * (4 + 2 * 4) * JUDGE_HIDDEN * 4
-            what = "the judge's hidden states, and what one layer makes of them"
-            judge = [numbers("weights", "independent judge", JUDGE_WEIGHTS, 4), activations(what, "T 12 H 4", size)]
-            moments.append(("the independent judge", [*answering, *judge]))
-        return self._phase(name, alive, *moments)
+            all_moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
+        return self._phase(name, alive, *all_moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]], attends: bool = True) -> Phase:
         """Return the phase at its highest moment; where nothing `attends`, eager attention needs nothing."""
@@ -240,26 +238,11 @@ class _PhaseSums:
     def _whole(self) -> DeviceSums:
         """Return the device's stage of the base; all of it where there are none, with mp the device's part of it."""
         share = self.stage or (self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture))
-        alone = replace(
-            self.job,
-            parallel="single",
-            devices=1,
-            dp_replicate_size=1,
-            micro_batches=1,
-            offload=False,
-            batch=replace(self.job.batch, rows=1),
-        )
-        return device_sums(self.architecture, alone, share)
-
-    def _reloaded(self) -> list[Term]:
-        """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
-        if self.job.method.quantizes:
-            return self._whole.base_weights()
-        return self._whole_weights("weights of what was saved")
+        return device_sums(self.architecture, alone(self.job, replace(self.job.batch, rows=1)), share)
 
     def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
         count = parameters_of(self.architecture, self._whole.share)
-        return [numbers("weights", what, count, self.job.whole_model_bytes)]
+        return [numbers(Part.WEIGHTS, what, count, self.job.whole_model_bytes)]
 
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
@@ -276,26 +259,25 @@ class _PhaseSums:
         return self.shape.answered(stages, ranks // stages)
 
     def _gathered_to_save(self) -> list[Term]:
-        """Return the largest of the weights that ranks gather one by one while rank 0 writes them."""
         job, architecture = self.job, self.architecture
         count = max(widest_matrix(architecture), architecture.embedding_parameters)
         if job.method.has_adapters:
             adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
             count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)
-        weight = numbers("buffers", "the largest weight that is saved, gathered", count, job.trained_bytes)
-        return where((job.parallelism.shards_weights or job.parallelism.splits_matrices, weight))
+        count *= job.parallelism.shards_weights or job.parallelism.splits_matrices
+        return [numbers(Part.BUFFERS, "the largest weight that is saved, gathered", count, job.trained_bytes)]
 
-    def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
+    def _evaluated(self, tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
         if not self.job.method.quantizes:
             weights = self._whole_weights("weights")
-            if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
+            if tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
                 return weights, times_each(weights, 2, "2 x "), "tuned model and base"
-            return weights, weights, "tuned model; then the base" if is_tuned else "base"
+            return weights, weights, "tuned model; then the base" if tuned else "base"
         quantized, whole = self._whole.base_weights(), self._whole_weights()
         if not self._has_room_for_whole():
-            return quantized, quantized, "adapter on the quantized base" if is_tuned else "quantized base"
-        if is_tuned:
+            return quantized, quantized, "adapter on the quantized base" if tuned else "quantized base"
+        if tuned:
             return whole, whole, "a merged model; then the base"
         return quantized, [*quantized, *whole], "quantized base; base"
 
@@ -311,131 +293,87 @@ class _PhaseSums:
         sums = self._trained
         if not self.job.parallelism.pipelines:
             return sums.between_steps
-        size, but_the_last = tokens * self.architecture.hidden * sums.hidden_bytes, 1 - 1 / self.job.micro_batches
-        return where(
-            (True, sums.weights() + sums.optimizer_states()),
-            (not self.share.has_embeddings, Term("buffers", "hidden states to receive", "T H x, all parts", size)),
-            (
-                not self.share.has_head,
-                activations("hidden states that were handed on", "T H x, but for the last part", size * but_the_last),
-            ),
-        )
-
-    def _whole_logits(self, count: int, with_copy: bool = False) -> Term:
-        """Return all logits, a pipeline's with those of its micro-batches; of a shorter format also their fp32 copy."""
-        a, parts = self.job.arithmetic_bytes, self.job.micro_batches
-        each = a + (a if parts > 1 else 0) + (4 if a < 4 and with_copy else 0)
-        return Term("logits", "whole logits of a few rows, and their copies", f"P V {each}", count * each)
+        size, formula = sums.hidden_size(tokens), "T H x, but for the last part"
+        received, sent = size * (not self.share.has_embeddings), size * (not self.share.has_head)
+        return [
+            *sums.weights(),
+            *sums.optimizer_states(),
+            Term(Part.BUFFERS, "hidden states to receive", "T H x, all parts", received),
+            activations("hidden states that were handed on", formula, sent * (1 - 1 / self.job.micro_batches)),
+        ]
 
     def _autocast_copies(self) -> list[Term]:
-        """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
-        job = self.job
         trained = sum(
-            layers * sum(linear.inputs * linear.outputs for linear in stack.linears if job.trains(linear))
+            layers * sum(linear.weights for linear in stack.linears if self.job.trains(linear))
             for stack, layers in self._trained.stacks
         )
-        copies = numbers("weights", "autocast's copies of the trained matrices", trained, job.arithmetic_bytes)
-        return where((job.autocasts, copies))
+        what = "autocast's copies of the trained matrices"
+        return [numbers(Part.WEIGHTS, what, trained * self.job.autocasts, self.job.arithmetic_bytes)]
 
     # -- a forward pass without gradients
 
-    def _tower(self, rows: int) -> TowerActivations | None:
-        """Return the vision tower with the pictures of so many rows before it; None without."""
+    def _images(self, rows: int, looking: bool = False) -> list[Term]:
+        """Return the images of so many rows, and what a vision tower made of them; `looking`: what it works on."""
         if not sees(self.architecture, self.job, self.share):
-            return None
-        batch = replace(self.job.batch, rows=rows)
-        return TowerActivations(self.architecture.tower, replace(self.job, batch=batch, micro_batches=1))
+            return []
+        job = replace(self.job, batch=replace(self.job.batch, rows=rows), micro_batches=1)
+        tower = TowerActivations(self.architecture.tower, job)
+        return [*tower.inputs(), *(tower.forward() if looking else tower.result())]
 
-    def _looking(self, rows: int) -> list[Term]:
-        """Return what a vision tower works on for so many rows; nothing where there are no pictures."""
-        tower = self._tower(rows)
-        return [*tower.inputs(), *tower.forward()] if tower else []
+    def _layer(self, rows: int, length: int, target_length: int, a: int = 0, trains: bool = False) -> list[Term]:
+        """Return what the widest layer works on, in numbers of `a` bytes, 0: those that training computes with.
 
-    def _pictures(self, rows: int) -> list[Term]:
-        """Return what is left of the pictures of so many rows while the layers work."""
-        tower = self._tower(rows)
-        return [*tower.inputs(), *tower.result()] if tower else []
-
-    def _trained_layer(self, rows: int, length: int, target_length: int) -> list[Term]:
-        """Return what the widest layer of the trained model works on, where ranks divide it."""
-        job, part = self.job, part_of_rank(self.architecture, self.job)
-        linears = [linear for stack in part.stacks for linear in stack.linears]
-        # where an adapter's result comes beside the layer's widest tensors
-        adapted = frozenset(linear.block for linear in linears if job.adapts(linear) and not linear.ends_block)
-        states = HIDDEN_STATES - job.parallelism.pipelines  # a stage lets go of the embeddings
-        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, adapted, part, states)
-        return [*passing, *self._trained.summed(rows * length)]
-
-    def _layer(
-        self,
-        rows: int,
-        length: int,
-        target_length: int,
-        a: int,
-        adapted: frozenset[str] = frozenset(),
-        part: Architecture | None = None,
-        states: int = HIDDEN_STATES,
-    ) -> list[Term]:
-        """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
-
-        So many hidden `states` (the embeddings, the layer's input, its sum with the attention's result, and the norm of
-        that), and what the MLP or the attention makes of the last; of a block that is `adapted` also its adapter's
-        result. `part` is what a rank has of the layers; None: all.
+        Hidden states (the embeddings, of which a stage lets go, the layer's input, its sum with the attention's result,
+        and the norm of that), and what the MLP or the attention makes of the last. Where the model `trains`, a rank has
+        its part of the layers, and an adapter's result may come beside the widest tensors.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
-        the layer keeps the last, and the mask, until it ends.
+        the layer keeps the last, and the mask, until it ends. `target_length` is that of an encoder-decoder's decoder.
         """
-        architecture, is_eager = part or self.architecture, self.job.attention == "eager"
-        of_mlp = (3 if architecture.family.is_llama_like else 2) + ("mlp" in adapted)
-        of_attention = (3 if is_eager else 5) + ("attention" in adapted)
-        q = architecture.heads * architecture.head_dim
-        longest = max(target_length if stack.kind == "cross-decoder" else length for stack in architecture.stacks)
+        job, is_eager, a = self.job, self.job.attention == "eager", a or self.job.arithmetic_bytes
+        architecture = part_of_rank(self.architecture, job) if trains else self.architecture
+        linears = [linear for stack in architecture.stacks for linear in stack.linears if trains and job.adapts(linear)]
+        adapted = {linear.block for linear in linears if not linear.ends_block}
+        states = 4 - (trains and job.parallelism.pipelines)
+        of_mlp = (3 if architecture.family.is_llama_like else 2) + (Block.MLP in adapted)
+        of_attention = (3 if is_eager else 5) + (Block.ATTENTION in adapted)
+        crosses = [stack.kind == StackKind.CROSS_DECODER for stack in architecture.stacks]
+        longest = max(target_length if each else length for each in crosses)
         tokens, pairs = rows * longest, rows * longest**2 * is_eager
         in_softmax = a + 4 + (4 if a < 4 else 0)  # a shorter format is cast to fp32 before
-        moments = [
-            (tokens * of_mlp * architecture.intermediate * a, pairs * (architecture.heads + 1) * a),
-            (tokens * of_attention * q * a, pairs * (architecture.heads * in_softmax + a)),
-        ]
-        made, scores = max(moments, key=sum)
+        in_mlp = (tokens * of_mlp * architecture.intermediate * a, pairs * (architecture.heads + 1) * a)
+        of_scores = pairs * (architecture.heads * in_softmax + a)
+        made, scores = max(in_mlp, (tokens * of_attention * architecture.query_size * a, of_scores), key=sum)
         formula = f"T ({states} H + max({of_mlp} I, {of_attention} Q)) a"
         hidden = states * tokens * architecture.hidden * a
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
-            *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
+            activations("attention scores and their mask", "B heads S S x", scores),
+            *(self._trained.summed(rows * length) if trains else []),
         ]
 
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
-        shape, architecture = self.shape, self.architecture
-        reading = self._layer(self._answered, shape.prompt_length, shape.prompt_length, a)
-        reading += self._pictures(self._answered)
-        if not shape.new_tokens:
+        rows, length = self._answered * self.shape.beams, self.shape.prompt_length
+        reading = [*self._layer(self._answered, length, length, a), *self._images(self._answered)]
+        if not self.shape.new_tokens:
             return {"labels": reading}
-        rows = self._answered * shape.beams
-        logits = Term(
-            "logits", "logits of a token, and their fp32 copy", "B V (a + 4)", rows * architecture.vocab * (a + 4)
-        )
-        if len(architecture.stacks) > 1:
+        size, last = rows * self.architecture.vocab * (a + 4), length + self.shape.new_tokens
+        logits = Term(Part.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
+        if len(self.architecture.stacks) > 1:
             return self._summaries(rows, logits, a)
-        last = shape.prompt_length + shape.new_tokens
+        copy = Term(Part.BUFFERS, "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a))
         return {
-            "the prompts": [*self._cached(rows, shape.prompt_length, a), *reading, logits],
-            "the last new token": [
-                *self._cached(rows, last, a),
-                *self._layer(rows, 1, 1, a),
-                Term("buffers", "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a)),
-                logits,
-            ],
+            "the prompts": [*self._cached(rows, length, a), *reading, logits],
+            "the last new token": [*self._cached(rows, last, a), *self._layer(rows, 1, 1, a), copy, logits],
         }
 
     def _summaries(self, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:
-        """Return the same of an encoder-decoder, whose beams share nothing."""
         length = self.shape.prompt_length
         of_texts = self._cached(rows, length, a, "keys and values of the texts")
-        encoded = activations(
-            "encoder's output for each beam", "B W S H a", rows * length * self.architecture.hidden * a
-        )
-        copies = Term("buffers", "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
+        size = rows * length * self.architecture.hidden * a
+        encoded = activations("encoder's output for each beam", "B W S H a", size)
+        copies = Term(Part.BUFFERS, "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         return {
             "the texts": self._layer(self._answered, length, 0, a),
             "the first new token": [*of_texts, encoded, copies, logits],
@@ -443,13 +381,8 @@ class _PhaseSums:
         }
 
     def _keys(self, rows: int, tokens: int, a: int) -> int:
-        return rows * tokens * self.architecture.kv_heads * self.architecture.head_dim * a
+        return rows * tokens * self.architecture.key_size * a
 
     def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
-        layers = sum(layers for stack, layers in self._whole.stacks if stack.kind != "encoder")
-        return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
-
-
-def _compared(count: int) -> Term:
-    what = "logits before and after, and two tensors of their differences"
-    return Term("logits", what, "4 P V 4", 16 * count)
+        layers = sum(layers for stack, layers in self._whole.stacks if stack.kind != StackKind.ENCODER)
+        return [Term(Part.BUFFERS, what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]

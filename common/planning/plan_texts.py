@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from common.hardware.devices import Gpu
-from common.planning.memory_plan import DeviceMemory, hidden_bytes
+from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
 from common.planning.shares import part_of_rank, sees, whole_model
+from common.planning.terms import DeviceMemory
 from common.planning.tower_activations import TowerActivations
 
 

@@ -21,13 +21,12 @@ from common.planning.device_maps import (
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
-from common.planning.memory_plan import DeviceMemory
 from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.searches import largest, once_for_each
 from common.planning.shares import Share, stages_of, whole_model
-from common.planning.terms import Term
+from common.planning.terms import DeviceMemory, Term
 from common.planning.time_plan import Calibration, Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
 from common.records.store import kept_records
 

@@ -1,5 +1,6 @@
-"""Searches for the number at which an answer changes; and what is asked once of things that are alike."""
+"""Searches for the number at which an answer changes."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
@@ -14,7 +15,7 @@ def once_for_each(ask: Callable[[Item], Answer], items: Iterable[Item]) -> list[
 
 
 def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
-    """Return the largest number up to `most` for which `holds`, which is true up to some number; 0 where for none.
+    """Return the largest number up to `most` for which `holds`, which is true up to it; 0 where it holds for none.
 
     It is asked at the guess first, then at twice the distance each time (galloping), and last between the two that
     enclose the answer: a good guess takes two or three questions.
@@ -27,14 +28,11 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
         else:
             high, at = at, at - distance
         distance *= 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low + bisect_left(range(low + 1, high), True, key=lambda number: not holds(number))
 
 
 def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return about the smallest number for which `holds`, which is false up to some number; None: for none."""
+    """Return about the smallest number from `low` to `high` from which on it `holds`, by halving ratios; None: none."""
     if not holds(high):
         return None
     for _ in range(60):

@@ -1,24 +1,34 @@
-"""The summands of a memory plan."""
+"""The summands of a memory plan, and what one device holds of them at once."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
 
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, Gpu
 
-# parts of allocated memory; `overhead` comes on top
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+
+class Part(StrEnum):
+    """What a summand is for; the overhead comes on top of what PyTorch allocates."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    BUFFERS = "buffers"
+    OVERHEAD = "overhead"
+
+
+PARTS = tuple(part.value for part in Part if part != Part.OVERHEAD)
+"""Those of allocated memory."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a device's memory.
+    """One summand of a device's memory: `count` bytes; 0 where a condition does not hold, and then it is not shown."""
 
-    Attributes:
-        part: One of `PARTS`, or `overhead`.
-        count: Bytes.
-    """
-
-    part: str
+    part: Part
     what: str
     formula: str
     count: float
@@ -36,10 +46,10 @@ def size_of(terms: Iterable[Term]) -> float:
 
 def activations(what: str, formula: str, count: float) -> Term:
     """Return a summand of the activations."""
-    return Term("activations", what, formula, count)
+    return Term(Part.ACTIVATIONS, what, formula, count)
 
 
-def numbers(part: str, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
+def numbers(part: Part, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
     """Return the summand of `count` numbers of so many bytes each, divided among `ranks`."""
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     return Term(part, what, f"{count:,} x {bytes_each:g} bytes{shared}", count * bytes_each / ranks)
@@ -50,6 +60,42 @@ def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
     return [Term(term.part, prefix + term.what, term.formula, term.count * times) for term in terms]
 
 
-def where(*rows: tuple[object, Term | list[Term]]) -> list[Term]:
-    """Return the terms of a table whose condition, in the first column, holds; a row has one term or several."""
-    return [term for holds, terms in rows if holds for term in (terms if isinstance(terms, list) else [terms])]
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds at its highest moment.
+
+    Attributes:
+        moment: Of a step a `memory_plan.Moment`; other phases have names of their own.
+        blocks: Bytes of the blocks that PyTorch's allocator comes to hold in the course of a step, without gaps between
+            them; 0: no more than at the highest moment.
+        spread: Bytes beyond the likely ones with which a GPU has enough.
+    """
+
+    moment: str
+    terms: tuple[Term, ...] = field(repr=False)
+    blocks: float = 0.0
+    spread: float = 0.0
+
+    @cached_property
+    def parts_gib(self) -> dict[str, float]:
+        """GiB by part."""
+        return {part.value: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
+
+    @property
+    def allocated_gib(self) -> float:
+        """What PyTorch would call peak allocated."""
+        return self.peak_gib - self.parts_gib[Part.OVERHEAD]
+
+    @property
+    def peak_gib(self) -> float:
+        """With the overhead: what `nvidia-smi` is likely to show."""
+        return sum(self.parts_gib.values())
+
+    @property
+    def safe_gib(self) -> float:
+        """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
+        return self.peak_gib + self.spread / GIB
+
+    def verdict_on(self, gpu: Gpu) -> str:
+        """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
+        return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"

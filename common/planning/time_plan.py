@@ -14,8 +14,8 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES, is_registered
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
+from common.planning.between_steps import ZERO_REUSED_WEIGHTS
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
-from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
 from common.planning.searches import once_for_each, smallest_ratio
 from common.planning.shares import (
     Share,

@@ -1,6 +1,6 @@
-"""What a vision tower takes in a training step: its pictures, its forward pass, and what it keeps where it is trained.
+"""What a vision tower takes in a training step: its images, its forward pass, and what it keeps where it is trained.
 
-Letters beside those of `memory_plan`: N patches of all pictures' squares, Hv the tower's hidden size, Iv its MLP's.
+Letters beside those of `memory_plan`: N patches of all images' tiles, Hv the tower's hidden size, Iv its MLP's.
 """
 
 from dataclasses import replace
@@ -8,33 +8,30 @@ from dataclasses import replace
 from common.planning.architectures import Tower
 from common.planning.job import BatchShape, Job
 from common.planning.layer_activations import LayerActivations
-from common.planning.terms import Term, activations, times_each, where
+from common.planning.shares import alone
+from common.planning.terms import Part, Term, activations, times_each
 
-# as processors make them: a colour in fp32, and whether a pixel counts as int64
+# as processors make them: a channel in fp32, and whether a pixel counts as int64
 PIXEL_BYTES, PIXEL_MASK_BYTES = 4, 8
 POSITION_BYTES = 8
 NORM_BYTES = 4  # of a layer norm's result, which is in fp32 in any precision
 
 
 def job_of_tower(tower: Tower, job: Job) -> Job:
-    """Return the job of the tower's encoder by itself, in which every square is a row, and every patch a token."""
+    """Return the job of the tower's encoder by itself, in which every tile is a row, and every patch a token."""
     rows = job.batch.rows // job.micro_batches * job.batch.tiles
-    batch = BatchShape(rows, tower.encoder.max_length, labelled=0)
-    alone = {"parallel": "single", "devices": 1, "dp_replicate_size": 1, "micro_batches": 1, "offload": False}
-    return replace(job, technique="full", target_modules=(), lora_dropout=0.0, batch=batch, evaluation=None, **alone)
+    on_one = alone(job, BatchShape(rows, tower.encoder.max_length, labelled=0))
+    return replace(on_one, technique="full", target_modules=(), lora_dropout=0.0, evaluation=None)
 
 
 class TowerActivations:
-    """The terms of a tower and its connector, beside their weights.
+    """The terms of a tower and its connector, beside their weights; `job` is that of the whole model.
 
     Attributes:
-        job: Of the whole model.
-        stack, layer: The encoder's layers, and the terms of one of them.
         hidden_bytes: `x` of the tower: bytes of a hidden state between its layers, as wide as its weights.
-        patches: `N`.
+        patches, pixels: Of all tiles.
         hidden: Numbers of the hidden states of all patches.
-        pixels: Of all squares.
-        tokens: That stand for all squares in the decoder.
+        tokens: That stand for all tiles in the decoder.
     """
 
     def __init__(self, tower: Tower, job: Job) -> None:
@@ -47,9 +44,10 @@ class TowerActivations:
         self.tokens = own_job.batch.rows * tower.tokens
 
     def inputs(self) -> list[Term]:
-        """Return the batch's pictures, which are there all the time that a step takes."""
+        """Return the batch's images, which are there all the time that a step takes."""
         each = self.tower.channels * PIXEL_BYTES + PIXEL_MASK_BYTES
-        return [Term("buffers", "pictures, and which of their pixels count", f"pixels x {each}", self.pixels * each)]
+        what = "pictures, and which of their pixels count"
+        return [Term(Part.BUFFERS, what, f"pixels x {each}", self.pixels * each)]
 
     def forward(self) -> list[Term]:
         """Return what a layer's forward pass works on, whether or not anything of it is kept.
@@ -60,16 +58,17 @@ class TowerActivations:
         encoder, a, x = self.tower.encoder, self.job.arithmetic_bytes, self.hidden_bytes
         in_mlp = (3 * x + NORM_BYTES) * encoder.hidden + 2 * a * encoder.intermediate
         in_attention = (2 * x + NORM_BYTES + 5 * a) * encoder.hidden
-        widest = max(linear.inputs * linear.outputs for linear in self.stack.linears)
-        passing = activations(
-            "vision tower: hidden states, and what one layer makes of them",
+        what, formula = (
+            "hidden states, and what one layer makes of them",
             "N max((3 x + 4) Hv + 2 Iv a, (2 x + 4 + 5 a) Hv)",
-            self.patches * max(in_mlp, in_attention),
         )
-        cast = Term("weights", "autocast's copy of a matrix of the vision tower", "Hv Iv a", widest * a)
-        each = self.tower.channels * x + PIXEL_MASK_BYTES  # the tower copies squares that are not padding
-        squares = activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each)
-        return where((True, [squares, passing]), (self.job.autocasts, cast))
+        cast = max(linear.weights for linear in self.stack.linears) * a * self.job.autocasts
+        each = self.tower.channels * x + PIXEL_MASK_BYTES  # the tower copies tiles that are not padding
+        return [
+            activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each),
+            activations(f"vision tower: {what}", formula, self.patches * max(in_mlp, in_attention)),
+            Term(Part.WEIGHTS, "autocast's copy of a matrix of the vision tower", "Hv Iv a", cast),
+        ]
 
     def result(self) -> list[Term]:
         """Return what waits while the decoder's layers go forward: the encoder's output, and the tokens made of it."""
@@ -80,31 +79,24 @@ class TowerActivations:
         ]
 
     def saved(self, one_left: bool = False) -> list[Term]:
-        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left.
-
-        Beside its layers: what the embeddings of patches keep, and until their backward pass the last norm and the
-        connector.
-        """
+        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left."""
         if not self.job.trains_tower:
             return []
         layers, a, hidden = 1 if one_left else self.stack.layers, self.job.arithmetic_bytes, self.hidden
-        pixels = self.pixels * self.tower.channels * a
+        of_patches = self.pixels * self.tower.channels * a + POSITION_BYTES * self.patches
         layer = self.layer.saved(self.stack)
         if self.job.gradient_checkpointing:
             layer = [activations("layer input", "N Hv x", hidden * self.hidden_bytes)]
-        return where(
-            (True, times_each(layer, layers, f"vision tower, {layers} x ")),
-            (True, activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N",
-                               pixels + POSITION_BYTES * self.patches)),
-            (not one_left, activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES)),
-            (not one_left, activations("input of the connector", "N Hv a", hidden * a)),
-        )  # fmt: skip
+        return [
+            *times_each(layer, layers, f"vision tower, {layers} x "),
+            activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N", of_patches),
+            activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES * (not one_left)),
+            activations("input of the connector", "N Hv a", hidden * a * (not one_left)),
+        ]
 
     def cached_copies(self) -> list[Term]:
         """Return copies of a trained tower's matrices that checkpointing does not keep, but autocast until it ends."""
-        if not (self.job.trains_tower and self.job.gradient_checkpointing):
-            return []
-        layers = self.stack.layers
+        layers = self.stack.layers * (self.job.trains_tower and self.job.gradient_checkpointing)
         return times_each(self.layer.weight_copies(self.stack.linears), layers, f"vision tower, {layers} x ")
 
     def layer_backward(self) -> list[Term]:

@@ -16,7 +16,7 @@ import psutil
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
-from common.planning.architectures import cached_commit
+from common.planning.model_configs import cached_commit
 
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 LOOPBACK = "127.0.0.1"

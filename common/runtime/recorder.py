@@ -29,10 +29,10 @@ from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.torchrun import nodes_command
 from common.hardware import devices
-from common.planning.architectures import cached_commit
-from common.planning.memory_plan import DeviceMemory
+from common.planning.model_configs import cached_commit
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
+from common.planning.terms import DeviceMemory
 from common.records.store import (
     PLAN_TOLERANCE,
     RECORD_NAME,

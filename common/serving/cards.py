@@ -7,7 +7,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from common.base.paths import find_here
 from common.base.secrets import without_secrets
-from common.planning.architectures import is_hub_id
+from common.planning.model_configs import is_hub_id
 from common.records.store import Record, fit_to_be_kept
 from common.serving.tuned_runs import TunedRun
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.planning.architectures import MODEL_CONFIGS
+from common.planning.model_configs import MODEL_CONFIGS
 
 needs_4_bits = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 SMALL = {

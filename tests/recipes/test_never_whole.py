@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from common.hardware.devices import GIB, MIB
-from common.planning.memory_plan import FSDP_GATHERED_IN_FORWARD
+from common.planning.between_steps import FSDP_GATHERED_IN_FORWARD
 from common.planning.phases import PHASES, TRAINING
 from tests.fixtures import Trained
 from tests.recipes.deep import save_deep_decoder, save_deep_encoder
@@ -106,7 +106,7 @@ class Watched:
         return json.loads((self.large.results / FILE.format(rank)).read_text())
 
     def base_bytes(self, rank: int, phase: str) -> int:
-        """Resident memory of a rank with the small model, in a phase or before it; or before there is a model."""
+        """BetweenSteps memory of a rank with the small model, in a phase or before it; or before there is a model."""
         phases = json.loads((self.small.results / FILE.format(rank)).read_text())
         before = [phases.get(phase, phases["loading"]), phases["loading"], self.held(rank)["start"]]
         return max(each["resident"]["bytes"] for each in before)

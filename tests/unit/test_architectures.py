@@ -10,15 +10,8 @@ import transformers
 from transformers import AutoConfig
 
 from common.base.errors import BadInputError
-from common.planning.architectures import (
-    MODEL_CONFIGS,
-    UnknownArchitectureError,
-    cached_commit,
-    find_config,
-    is_hub_id,
-    read_architecture,
-    usual_tiles,
-)
+from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.model_configs import MODEL_CONFIGS, cached_commit, find_config, is_hub_id, usual_tiles
 
 
 def on_meta(make: Callable[..., torch.nn.Module], path: Path) -> torch.nn.Module:

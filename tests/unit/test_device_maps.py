@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.hardware.devices import Gpu, device_name, find_gpu
-from common.planning.architectures import Architecture, as_classifier, find_config, read_architecture
+from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.device_maps import (
     balanced_shares,
     check_device_map,
@@ -26,6 +26,7 @@ from common.planning.device_maps import (
 )
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import BatchShape, Job
+from common.planning.model_configs import find_config
 from common.planning.shares import Share, whole_model
 
 A6000, A5000, H200 = find_gpu("a6000"), find_gpu("a5000"), find_gpu("h200")

@@ -17,12 +17,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from common.checks.fake_steps import fake_group
 from common.hardware.devices import GIB, find_gpu
 from common.models.trained_weights import leave_casts_to_autocast
-from common.planning.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
+from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import overhead_terms
 from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job, Loop
-from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
+from common.planning.memory_plan import DeviceSums, device_memory
+from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
-from common.planning.terms import PARTS
+from common.planning.terms import PARTS, DeviceMemory
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from common.training.tensor_parallel import split_by_plan
@@ -427,7 +428,8 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
     assert sum(traffic(architecture, job)) == summed.bytes_count  # times 2 (n - 1) / n, which is 1
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
-    waiting = sum(term.count for term in DeviceSums(part, job, whole_model(part)).before_backward())
+    sums = DeviceSums(part, job, whole_model(part))
+    waiting = sum(term.count for term in [*sums.layers_saved(), *sums.saved_outside_layers])
     assert waiting == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.04)
 
 

@@ -12,7 +12,8 @@ import transformers
 from transformers import AutoConfig
 
 from common.models.loading import EMBEDDED_BASE
-from common.planning.architectures import MODEL_CONFIGS, read_architecture
+from common.planning.architectures import read_architecture
+from common.planning.model_configs import MODEL_CONFIGS
 
 PUBLISHED = {  # where: assets/README.md
     "qwen2.5-7b": 7_615_616_512,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import BadInputError, reading
-from common.planning.architectures import read_config
+from common.planning.model_configs import read_config
 from common.serving.tuned_runs import check_adapter
 
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -10,8 +10,9 @@ import pytest
 from bench.published import content, published_runs, rates_not_used
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
-from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
+from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
+from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.plans import make_plan
 from common.planning.published_rates import best_published, evidence, published_planned, published_rates
 from common.planning.shares import whole_model

@@ -33,7 +33,8 @@ from common.models.families import check_targets, suited_to_model
 from common.models.loading import EMBEDDED_BASE, checked_config, load_tokenizer, longest_readable
 from common.models.placement import check_stages_train
 from common.models.trained_weights import layers_called
-from common.planning.architectures import MODEL_CONFIGS, find_config, reach_of_positions, read_architecture
+from common.planning.architectures import read_architecture
+from common.planning.model_configs import MODEL_CONFIGS, find_config, reach_of_positions
 from common.tasks.answers import Judge
 from common.tasks.classification import Classified
 from common.training.loop import TrainingLoop

@@ -14,8 +14,9 @@ from common.checks.inputs import check_folder
 from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options, techniques_asked
 from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
-from common.planning.architectures import MODEL_CONFIGS, read_architecture
+from common.planning.architectures import read_architecture
 from common.planning.job import ALL_LINEAR, Job, job_of_run
+from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.plans import Plan
 from common.planning.ranking import ranked_plans
 

@@ -11,7 +11,7 @@ from common.planning.architectures import Architecture, as_classifier, read_arch
 from common.planning.job import ALL_LINEAR, BatchShape, Job
 from common.planning.plans import make_plan
 from common.planning.shares import part_of_rank, whole_model
-from common.planning.step_speed import StepFlops
+from common.planning.step_speed import StepFlops, step_flops
 from common.planning.time_plan import (
     MIN_CALIBRATION_STEPS,
     Cluster,
@@ -20,7 +20,6 @@ from common.planning.time_plan import (
     calibration_from,
     parse_link,
     speed_of,
-    step_flops,
     step_time,
     traffic,
 )

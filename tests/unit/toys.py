@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from common.planning.architectures import MODEL_CONFIGS
+from common.planning.model_configs import MODEL_CONFIGS
 from common.training.loop import TrainingLoop
 
 
