@@ -107,6 +107,10 @@ class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 
 
+class NotPlannedError(BadInputError):
+    """The planner, or a dry run, has no formula for what is asked: a run goes on without it, a command cannot."""
+
+
 @contextmanager
 def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None]:
     """Refuse, in one sentence that names it, something of a user's that a library cannot read or build.

@@ -22,7 +22,7 @@ from tabulate import tabulate
 from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import fake_step
@@ -106,16 +106,16 @@ def check_can_be_faked(run: RunConfig) -> None:
     """Refuse weights in 4 bits, and what is divided among ranks, before a model is looked for.
 
     Raises:
-        BadInputError: with what to ask instead.
+        NotPlannedError: with what to ask instead.
     """
     if run.method.quantizes:
-        raise BadInputError(
+        raise NotPlannedError(
             f"technique is {run.technique}, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
             f"`python -m common.planner --technique {run.technique}`, or take the real step with `python -m "
             "common.preflight`."
         )
     if run.is_sharded or run.parallelism.splits_matrices:
-        raise BadInputError(
+        raise NotPlannedError(
             f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
             f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
         )
@@ -154,7 +154,7 @@ def extrapolated(few: Timeline, more: Timeline, layers: int) -> Timeline:
 def _depth(config: PretrainedConfig) -> int:
     depths = {getattr(config, name) for name in _depth_names(config)}
     if len(depths) != 1:
-        raise BadInputError(
+        raise NotPlannedError(
             f"The stacks of this {config.model_type} have {sorted(depths)} layers, but a dry run needs equal ones: ask "
             "`python -m common.planner`, or take the real step with `python -m common.preflight`."
         )
@@ -167,7 +167,7 @@ def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
     known = (names for names in STACK_DEPTHS if all(hasattr(config, name) for name in names))
     found = next(known, None)
     if found is None:
-        raise BadInputError(
+        raise NotPlannedError(
             f"The config of this {config.model_type} does not say how many layers its stacks have, as "
             f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
         )
@@ -204,7 +204,7 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
         verdicts = [verdict(plan, number) for number in range(len(devices))]
         beside = [f"beside training, {plan.higher_phase}"] if plan.higher_phase else []
         beside += [f"projected: {plan.phase_times.said}"] if plan.phase_times else []
-    except BadInputError as unknown:
+    except NotPlannedError as unknown:
         verdicts, beside = [f"no verdict: {unknown}"] * len(devices), []
     for number, device in enumerate(devices):
         if divides_layers(run):

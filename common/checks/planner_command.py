@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError, begin_of
+from common.base.errors import BadInputError, NotPlannedError, begin_of
 from common.base.parsing import SettingsParser
 from common.base.run_config import LARGEST, RunConfig, names_in, not_meant_for
 from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
-from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture, usual_tiles
+from common.planning.architectures import Architecture, as_classifier, read_architecture, usual_tiles
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import (
     OPTIMIZER_BYTES,
@@ -388,8 +388,8 @@ def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
     try:
-        architecture = read_architecture(options.model, options.model_revision, options.classes)
-    except UnknownArchitectureError as unknown:
+        architecture = read_architecture(options.model, options.model_revision)
+    except NotPlannedError as unknown:
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
         faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
@@ -397,6 +397,8 @@ def answer(options: PlannerOptions) -> int:
         runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
+    if options.classes:
+        architecture = as_classifier(architecture, options.classes)
     if architecture.tower:
         options = replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
         job = job_of(options)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import BadInputError, begin_of, reading
+from common.base.errors import BadInputError, NotPlannedError, begin_of, reading
 from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
@@ -42,10 +42,6 @@ COUNTED = {re.compile(r"(^|_)layers?$|^depth$"): 1_000, re.compile(r"^num_labels
 config.json, take minutes even without weights."""
 LARGEST_SIZE = 2**31 - 1
 PUBLISHED = "Take the config.json as published, or pass another --model."
-
-
-class UnknownArchitectureError(BadInputError):
-    """The closed form does not know a model's architecture; the dry run may."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +299,7 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     Raises:
         BadInputError: There is no such config, it lacks a key, its weights are stored quantized, or it is no encoder
             and cannot classify.
-        UnknownArchitectureError: Its model_type is none of `FAMILIES`.
+        NotPlannedError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
     config = read_config(path, model)
@@ -312,7 +308,7 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     refuse_quantized(model, config)
     kind = config["model_type"]
     if kind not in FAMILIES:
-        raise UnknownArchitectureError(
+        raise NotPlannedError(
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
     for key, value in _values_in(config):
@@ -430,7 +426,7 @@ def is_known_architecture(model: str, revision: str = "") -> bool:
     """
     try:
         read_architecture(model, revision)
-    except UnknownArchitectureError:
+    except NotPlannedError:
         return False
     return True
 
@@ -441,10 +437,10 @@ def as_classifier(architecture: Architecture, classes: int) -> Architecture:
     BERT calls the dense layer its pooler, RoBERTa a part of its classifier (`*ForSequenceClassification`).
 
     Raises:
-        BadInputError: It is no encoder.
+        NotPlannedError: It is no encoder.
     """
     if not architecture.family.classifier:
-        raise BadInputError(
+        raise NotPlannedError(
             f"{architecture.name} is of kind {architecture.model_type}, but classifiers are planned for encoders "
             "(BERT, RoBERTa) alone: pass --model roberta-large or another of them."
         )
@@ -458,10 +454,11 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
     The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole.
 
     Raises:
-        BadInputError: It is no encoder, or heads or the MLP's size cannot be divided evenly.
+        NotPlannedError: It is no encoder.
+        BadInputError: Heads or the MLP's size cannot be divided evenly.
     """
     if not architecture.family.classifier:
-        raise BadInputError(
+        raise NotPlannedError(
             "--parallel tp is planned for encoders (BERT, RoBERTa) alone: pass --parallel ddp, fsdp or pp."
         )
     for size, what in ((architecture.heads, "attention heads"), (architecture.intermediate, "columns in its MLP")):

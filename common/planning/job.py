@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack
 
@@ -229,12 +229,10 @@ class Job(HasSpecs):
 
     def __post_init__(self) -> None:
         rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
+        if self.optimizer not in OPTIMIZER_BYTES:
+            known = ", ".join(OPTIMIZER_BYTES)
+            raise NotPlannedError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
         refusals = (
-            (
-                self.optimizer not in OPTIMIZER_BYTES,
-                f"The optimizer {self.optimizer!r} is not known to the planner: pass one of "
-                f"{', '.join(OPTIMIZER_BYTES)}.",
-            ),
             (
                 parallelism.is_single and self.devices != 1,
                 f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp.",
@@ -375,12 +373,12 @@ class Job(HasSpecs):
         """Refuse names that the model does not have.
 
         Raises:
-            BadInputError: with the names that it has.
+            NotPlannedError: with the names that it has.
         """
         names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
-                raise BadInputError(
+                raise NotPlannedError(
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
                     f"{','.join(names)}."
                 )

@@ -15,7 +15,7 @@ The bytes are counted, not fitted. Fitted are the constants that say so, to the 
 
 from dataclasses import astuple, dataclass, replace
 
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Stack, Tower
 from common.planning.job import Job, Kernels
@@ -297,7 +297,7 @@ def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu)
     4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
 
     Raises:
-        BadInputError: The GPU does not compute in the job's precision.
+        NotPlannedError: The GPU does not compute in the job's precision.
     """
     own = _computing_time(architecture, job, share, gpu)
     if not job.method.has_adapters:
@@ -324,7 +324,7 @@ def products_per_s(gpu: Gpu, job: Job) -> float:
     """Return the operations per second that large matrix products reach.
 
     Raises:
-        BadInputError: The GPU does not compute in the job's precision.
+        NotPlannedError: The GPU does not compute in the job's precision.
     """
     generation = generation_of(gpu)
     reached = generation.reached_fp32 if job.precision == "fp32" else generation.reached
@@ -335,9 +335,9 @@ def peak_tflops(gpu: Gpu, job: Job) -> float:
     """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s.
 
     Raises:
-        BadInputError: The GPU does not compute in the job's precision.
+        NotPlannedError: The GPU does not compute in the job's precision.
     """
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
-        raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
+        raise NotPlannedError(f"The {gpu.name} does not compute in {job.precision}: pass fp16-mixed or fp32.")
     return peak

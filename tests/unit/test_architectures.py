@@ -9,10 +9,9 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.planning.architectures import (
     MODEL_CONFIGS,
-    UnknownArchitectureError,
     cached_commit,
     find_config,
     is_hub_id,
@@ -148,7 +147,7 @@ def test_what_cannot_be_an_id_is_none(model: str) -> None:
             BadInputError,
             "vocab_size in config.json .* is 'x', but must be a whole number",
         ),
-        ('{"model_type": "mamba"}', UnknownArchitectureError, r"'mamba'.*llama, mistral, qwen2"),
+        ('{"model_type": "mamba"}', NotPlannedError, r"'mamba'.*llama, mistral, qwen2"),
     ],
 )
 def test_a_broken_or_unknown_config_is_named(text: str, error: type, sentence: str, tmp_path: Path) -> None:
