@@ -126,7 +126,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
     if folder != source and run.nodes == 1:  # a notebook starts no ranks on other machines
         contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
-    if run.parallelism.replicates or run.is_sharded:
+    if run.parallelism.replicates or run.parallelism.shards:
         contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)
     if run.parallelism.uses_deepspeed:
         contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"

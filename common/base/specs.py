@@ -66,7 +66,6 @@ class Parallelism:
         resumes_on_other_ranks: A checkpoint can be resumed on another number of ranks.
         part: What a rank holds of the model, as `module:name` of a class of `common.training.part`. Where that is less
             than all of it, and none is named, it is planned alone.
-        why_not_reentrant: Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does.
     """
 
     name: str
@@ -83,7 +82,6 @@ class Parallelism:
     suggested_for: tuple[str, ...] = ("full", "lora", "qlora")
     resumes_on_other_ranks: bool = False
     part: str = "common.training.part:Part"
-    why_not_reentrant: str = ""
 
     @property
     def is_single(self) -> bool:
@@ -283,7 +281,6 @@ PARALLELISMS = {
             "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
             splits_rows=True,
             resumes_on_other_ranks=True,
-            why_not_reentrant="DDP is tested with the other implementation only, which PyTorch recommends",
         ),
         Parallelism(
             "fsdp",
@@ -293,7 +290,6 @@ PARALLELISMS = {
             shards=_EVERYTHING,
             sharded_by=FSDP,
             resumes_on_other_ranks=True,
-            why_not_reentrant="FSDP's hooks would gather for it in the wrong order",
             part="common.training.fsdp:Shards",
         ),
         Parallelism(
@@ -304,7 +300,6 @@ PARALLELISMS = {
             shards=frozenset({"optimizer"}),
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # it would divide next to nothing of an adapter
             part="common.training.zero:ZeroPart",
         ),
@@ -316,7 +311,6 @@ PARALLELISMS = {
             shards=frozenset({"gradients", "optimizer"}),
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # as stage 1
             part="common.training.zero:ZeroPart",
         ),
@@ -328,7 +322,6 @@ PARALLELISMS = {
             shards=_EVERYTHING,
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full", "lora"),
             part="common.training.zero:ZeroPart",
         ),
@@ -339,7 +332,6 @@ PARALLELISMS = {
             "{idle:.0%} idle",
             splits_layers=True,
             pipelines=True,
-            why_not_reentrant="the first stage's input needs no gradient, and would cut its layers off",
             part="common.training.pipeline_parallel:Stage",
         ),
         Parallelism(

@@ -79,17 +79,17 @@ class PlannerOptions:
     gpu: str | None = setting(
         None, "Once for all GPUs, or once for each, in their order; without it, this machine's.", action="append"
     )
-    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", ("--devices",))
+    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", aliases=("--devices",))
     nodes: int = setting(1, "Machines.")
     gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row.", ("--seq-len", "--seq_len"))
+    max_length: int = setting(1024, "Tokens per row.", aliases=("--seq-len", "--seq_len"))
     max_target_length: int | None = setting(
         None,
         "With encoder-decoders: tokens per summary; without it, as many as per row.",
-        ("--target-len", "--target_len"),
+        aliases=("--target-len", "--target_len"),
     )
     tiles: int | None = setting(
         None,

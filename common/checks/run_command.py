@@ -222,8 +222,6 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
 def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
     """Return what has to change besides in a folder's own run, so that its settings do not exclude each other."""
     changes: dict[str, object] = {}
-    if way.gradient_checkpointing and way.parallelism.why_not_reentrant:
-        changes["use_reentrant"] = False
     if way.data_parallel_ranks == 1:
         changes["learning_rate_scaling"] = "none"
     length = way.batch.length if isinstance(way, Job) else way.max_length

@@ -32,7 +32,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "b
 Record = dict[str, Any]
 
 NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
-    "sharing": lambda run: run.sharing if run.is_sharded else "",
+    "sharing": lambda run: run.sharing if run.parallelism.shards else "",
     "batch": lambda run: f"batch{run.per_device_train_batch_size}",
     "technique": lambda run: run.technique,
     "parallel": lambda run: run.parallel,

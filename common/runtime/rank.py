@@ -46,7 +46,7 @@ def check_world(run: RunConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     nodes = started // int(os.environ.get("LOCAL_WORLD_SIZE", started))
     if started != run.world_size:
-        other = "" if run.is_sharded and started < 2 else f", or pass --devices {started} if that is meant"
+        other = "" if run.parallelism.shards and started < 2 else f", or pass --devices {started} if that is meant"
         raise BadInputError(
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
             f"{started} started: use {start_command(run)}{other}."

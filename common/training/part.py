@@ -348,7 +348,8 @@ def clip_divided(
 def _compares_shares(run: RunConfig) -> bool:
     """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
     literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
+    sharing = run.parallelism
+    return bool(sharing.splits_matrices or sharing.shards or (sharing.replicates and literal.parallelism.shards))
 
 
 def part_class(run: RunConfig) -> type[Part]:
