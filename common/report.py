@@ -83,7 +83,7 @@ def _results(options: argparse.Namespace) -> str:
         found = called(found, options.results)
     shown = [run for run in found if run["status"] == "completed" or options.results]
     known = [run for run in shown if is_registered(run)]
-    in_common = [run for run in known if not TASKS[task_of(run)].has_own_tables]
+    in_common = [run for run in known if not TASKS[task_of(run)].reporting]
     if options.json:
         return json.dumps(side_by_side(in_common).to_dict(), indent=2)
     hidden = len(found) - len(shown)
@@ -92,7 +92,7 @@ def _results(options: argparse.Namespace) -> str:
         parts += [on_screen(side_by_side(in_common)), LEGEND]
     done = {task_of(run) for run in known if run["status"] == "completed"}
     for name, task in TASKS.items():
-        if task.has_own_tables and name in done:
+        if task.reporting and name in done:
             parts += [task.title, own_tables(task).results_text(known)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in in_common]  # fmt: skip

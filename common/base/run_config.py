@@ -268,7 +268,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         value = getattr(run, name)
         yield value != DEFAULTS[name], f"{name} is {value}, which is for {runs}: leave --{name} out."
     sharing, goal, devices, parts = run.parallelism, run.goal, run.devices, run.micro_batches
-    is_divided, on_one_cpu = sharing.shards or sharing.splits_matrices, sharing.layers_in_turn and run.device == "cpu"
+    on_one_cpu = sharing.layers_in_turn and run.device == "cpu"
     rows, multiple = run.per_device_train_batch_size, run.pad_to_multiple_of or 1
     limits = ("max_length", "max_target_length") if goal.summarizes else ("max_length",)
     limit = next((name for name in limits if getattr(run, name) % multiple), limits[0])
@@ -288,7 +288,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (sharing.splits_layers and run.stage_count < 2,
          f"parallel is {run.parallel}, but there is one stage: pass --{'stages' if on_one_cpu else 'devices'} 2 or "
          "more."),
-        (is_divided and devices < 2,
+        (sharing.divides_tensors and devices < 2,
          f"parallel is {run.parallel}, but there is {devices} device, and nothing to divide: pass --devices 2 or more, "
          "or go to 2.4 (full fine-tuning on one device)."),
         (devices % run.nodes,
@@ -326,7 +326,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.technique not in goal.techniques or run.parallel not in goal.parallelisms,
          f"task is {run.task}, but technique is {run.technique} and parallel {run.parallel}: it is done with "
          f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{goal.number and f' ({goal.number})'}."),
-        (is_divided and run.optim not in SHARDED_OPTIMIZERS,
+        (sharing.divides_tensors and run.optim not in SHARDED_OPTIMIZERS,
          f"optim is {run.optim}, which {sharing.sharded_by or 'tensor parallelism'} cannot divide: choose one of "
          f"{', '.join(SHARDED_OPTIMIZERS)}."),
         (run.offload == "cpu" and run.device == "cpu",

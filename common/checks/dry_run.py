@@ -114,7 +114,7 @@ def check_can_be_faked(run: RunConfig) -> None:
             f"`python -m common.planner --technique {run.technique}`, or take the real step with `python -m "
             "common.preflight`."
         )
-    if run.parallelism.shards or run.parallelism.splits_matrices:
+    if run.parallelism.divides_tensors:
         raise NotPlannedError(
             f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
             f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."

@@ -161,7 +161,9 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    if run.parallelism.holds_parts and run.parallelism.part == type(run.parallelism).part:
+    if (run.parallelism.divides_tensors or run.parallelism.pipelines) and run.parallelism.part == type(
+        run.parallelism
+    ).part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
             "names no part of its own; pass another --parallel."
@@ -265,7 +267,7 @@ def disk_need(run: RunConfig) -> DiskNeed:
         BadInputError: no shape is known of the model, or it has no such target modules.
     """
     model = model_without_weights(run)
-    models_bytes = run.method.merged_models * sum(weight.nbytes for weight in model.parameters())
+    models_bytes = (2 if run.method.quantizes else 1) * sum(weight.nbytes for weight in model.parameters())
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
         model = with_trained_weights(model, run)
     size = checkpoint_size(run, model.parameters())

@@ -35,10 +35,10 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where no rank trains the whole model as it is (`Parallelism.answers_as_computed`), that is the matrix products' one:
+    Where no rank trains the whole model as it is (`Parallelism.divides_tensors`), that is the matrix products' one:
     fp32 weights of mixed precision are for the optimizer.
     """
-    return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
+    return replace(run, precision=run.compute_dtype) if run.parallelism.divides_tensors else run
 
 
 def answering_stages(run: RunConfig) -> int:

@@ -320,7 +320,7 @@ class Job(HasSpecs):
 
         (`common.models.answering.answering_run`; where a device trains the whole model, it answers as it is.)
         """
-        return self.arithmetic_bytes if self.parallelism.answers_as_computed else self.weight_bytes
+        return self.arithmetic_bytes if self.parallelism.divides_tensors else self.weight_bytes
 
     @property
     def trained_bytes(self) -> int:
@@ -350,7 +350,7 @@ class Job(HasSpecs):
         deepspeed/runtime/zero/stage_1_and_2.py, `grads_in_partition`.)
         """
         sharing = self.parallelism
-        is_stage_2 = sharing.uses_deepspeed and sharing.shards_gradients and not sharing.shards_weights
+        is_stage_2 = sharing.uses_deepspeed and "gradients" in sharing.shards and not sharing.shards_weights
         return is_stage_2 and not self.offload and 2 * (rank + 1) > self.devices
 
     def adapts(self, linear: Linear) -> bool:

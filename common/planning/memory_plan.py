@@ -511,7 +511,7 @@ class DeviceSums:
         job = self.job
         waits_in_host = job.offload and job.parallelism.shards_weights
         has_buffer = job.has_buckets or self.job.parallelism.collects_gradients
-        ranks = job.shard_ranks if job.parallelism.shards_gradients else 1
+        ranks = job.shard_ranks if "gradients" in job.parallelism.shards else 1
         return where((not (waits_in_host or has_buffer), numbers("gradients", what, count, job.trained_bytes, ranks)))
 
     # -- activations that wait for the backward pass

@@ -138,7 +138,7 @@ def own_tables(task: Task) -> ModuleType:
 def metrics_of(record: Record) -> tuple[Metric, ...]:
     """Return how good the answers of a run's task are; a task from outside has those of chats."""
     task = TASKS.get(task_of(record))
-    return own_tables(task).METRICS if task and task.has_own_tables else ANSWER_METRICS
+    return own_tables(task).METRICS if task and task.reporting else ANSWER_METRICS
 
 
 # -- which runs a table has
@@ -320,7 +320,7 @@ def waiting(records: Iterable[Record], *kinds: Kind) -> list[Row]:
     return [
         not_run(folder, run)
         for folder, run in run_folders().items()
-        if not run.goal.has_own_tables and run.run_folder not in done
+        if not run.goal.reporting and run.run_folder not in done
         if not kinds or (run.technique, run.parallel) in kinds
     ]
 
