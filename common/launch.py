@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from common.base.asked_to_save import remember_if_asked
 from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
+from common.base.signals import remember_if_asked
 from common.checks.folder_runs import import_workflow
 from common.checks.inputs import check_inputs
 from common.reporting.rows import own_tables, results_of_this_machine
