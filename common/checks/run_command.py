@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does, workflows_of
+from common.base.run_folders import lora_of, run_folders, workflow_does, workflows_of
 from common.base.specs import HasSpecs
 from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
@@ -164,7 +164,7 @@ def _options(
     Raises:
         BadInputError: The folder's runs do not take them.
     """
-    has_settings = read_lora(literal_file_of(folder))
+    has_settings = lora_of(folder)
     own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
     wanted = settings(own)
     own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
@@ -240,7 +240,7 @@ def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str
         return {"model": model, "model_revision": model_revision}
     if shape.parent != MODEL_CONFIGS:
         folder = shape.parent.absolute()  # make stands elsewhere, perhaps
-        return {"model": str(folder.relative_to(REPOSITORY) if folder.is_relative_to(REPOSITORY) else folder)}
+        return {"model": str(from_repository(folder))}
     if shape.stem in HUB_IDS:
         return {"model": HUB_IDS[shape.stem]}
     return {"model": shape.stem, "weights": "random"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.base.inert import one_line
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
 from common.hardware import devices
@@ -56,7 +56,7 @@ def _found(place: str) -> str:
     path = Path(os.path.abspath(Path(place).expanduser()))
     if not place or not path.exists():  # a Hub id, a URL, or looked for from the repository's root
         return place
-    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
+    return str(from_repository(path))
 
 
 def without_paths(settings: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from common.base.errors import (
     is_lost_peer,
     status_of,
 )
-from common.base.paths import REPOSITORY
+from common.base.paths import from_repository
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.signals import end_signals_deferred
@@ -209,8 +209,7 @@ class RunRecorder:
             where = self.folder.relative_to(self.folder.parents[1])
             print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
             if self.run.goal.chats:
-                place = self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder
-                print(f"talk to it: python -m common.chat {shlex.quote(str(place))}")
+                print(f"talk to it: python -m common.chat {shlex.quote(str(from_repository(self.folder)))}")
         self.stop()
         return record
 
