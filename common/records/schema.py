@@ -189,8 +189,11 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 """Scores of an adapter that was merged into the base before it was quantized."""
 
 
-def wrong_in(record: object) -> str:
-    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well."""
+def wrong_in(record: object, whole: bool = False) -> str:
+    """Return what is wrong in a record; empty: all is well.
+
+    That is the first key whose value nobody could read, with the value and why; with `whole` also what a completed run lacks.
+    """
     try:
         RECORD.validate_python(record, strict=True)
         if is_registered(record):
@@ -203,19 +206,17 @@ def wrong_in(record: object) -> str:
         return f"{place} is {'missing' if first['type'] == 'missing' else value}{more}"
     except BadInputError as error:
         return str(error)
-    return ""
+    missing = ", ".join(_missing_from(record) if whole else ())
+    return missing and f"of a completed run it lacks {missing}"
 
 
-def missing_from(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that a record of a completed run lacks, whose values are well."""
+def _missing_from(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that a record of a completed run lacks."""
     if record["status"] != "completed" or not is_registered(record):
         return
     task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
-    needed = {
-        *FIGURES,
-        *(("best_accuracy",) if task.classifies else ()),
-        *(("quantization",) if TECHNIQUES[record["technique"]].quantizes else ()),
-    }
+    is_quantized = TECHNIQUES[record["technique"]].quantizes
+    needed = (*FIGURES, *["best_accuracy"] * task.classifies, *["quantization"] * is_quantized)
     yield from sorted(name for name in needed if record.get(name) is None)
     settings = (*SETTINGS, "exchange_answers") if task.compares else SETTINGS
     yield from (f"config.{name}" for name in settings if name not in record["config"])
