@@ -24,11 +24,7 @@ from common.runtime.launchers import ranks_command, stream_command
 def run_or_launch(
     workflow: Callable[[RunConfig], object], run: RunConfig, script: str, overrides: Sequence[str]
 ) -> None:
-    """Run `workflow` as this process's rank, or, if the run asks for several and this is none, start them by torchrun.
-
-    Raises:
-        BadInputError: the run refuses its input; no rank was started.
-    """
+    """Run `workflow` as this process's rank, or, if the run asks for several, have torchrun start them."""
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         with silent_if_well():
             check_inputs(run)

@@ -24,11 +24,7 @@ JOIN_TIMEOUT_S = 900
 
 
 def torchrun_options() -> str:
-    """Return torchrun's options on this machine of a distributed task, by Valohai's own library; one rank on each.
-
-    Raises:
-        BadInputError: Valohai does not say where the machines meet.
-    """
+    """Return torchrun's options on this machine of a distributed task, by Valohai's own library; one rank on each."""
     with _told_where_machines_meet():
         from valohai import distributed
 
@@ -41,11 +37,7 @@ def torchrun_options() -> str:
 
 
 def world_options() -> str:
-    """Return the run's settings that say how many machines a distributed task has.
-
-    Raises:
-        BadInputError: Valohai does not say so.
-    """
+    """Return the run's settings that say how many machines a distributed task has."""
     with _told_where_machines_meet():
         from valohai import distributed
 
@@ -54,6 +46,7 @@ def world_options() -> str:
 
 @contextmanager
 def _told_where_machines_meet() -> Iterator[None]:
+    """Refuse, by BadInputError, a step whose machines Valohai does not say."""
     try:
         yield
     except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
@@ -95,20 +88,17 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
+    printed = {
+        "torchrun-options": torchrun_options,
+        "world-options": world_options,
+        "data-option": lambda: data_option(Path(os.environ.get("VH_INPUTS_DIR", "/valohai/inputs"))),
+    }
     parser = OneSentenceParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("torchrun-options", help="print torchrun's options on this machine of a distributed task")
-    commands.add_parser("world-options", help="print the settings that say how many machines such a task has")
-    commands.add_parser("data-option", help="print `--data FOLDER` if the step got files as its input `data`")
-    naming = commands.add_parser("name-model", help="write the metadata that names the model's files in Valohai")
-    naming.add_argument("--alias", required=True, help="the model's name; an empty one: none")
+    parser.add_argument("command", choices=[*printed, "name-model"])
+    parser.add_argument("--alias", default="", help="with name-model: the model's name; an empty one: none")
     options = parser.parse_args()
-    if options.command == "torchrun-options":
-        print(torchrun_options())
-    elif options.command == "world-options":
-        print(world_options())
-    elif options.command == "data-option":
-        print(data_option(Path(os.environ.get("VH_INPUTS_DIR", "/valohai/inputs"))))
+    if options.command in printed:
+        print(printed[options.command]())
     elif not options.alias:
         print("The model gets no alias.")
     else:

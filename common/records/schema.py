@@ -190,9 +190,9 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 
 
 def wrong_in(record: object, whole: bool = False) -> str:
-    """Return what is wrong in a record; empty: all is well.
+    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well.
 
-    That is the first key whose value nobody could read, with the value and why; with `whole` also what a completed run lacks.
+    With `whole`, also what a completed run lacks.
     """
     try:
         RECORD.validate_python(record, strict=True)
