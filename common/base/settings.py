@@ -86,24 +86,22 @@ class ModelSettings:
     model_revision: str = setting("", "With a model of the Hub: a branch, tag or commit; empty = its main branch.")
     weights: Literal["pretrained", "random"] = setting(
         "pretrained",
-        "random = the model's shape from assets/model_configs, with random weights and the embedded tokenizer.",
+        "random = random weights in the model's shape (assets/model_configs), with the embedded tokenizer.",
     )
     precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = setting(
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
     )
     quantization: Literal["nf4", "nf4-double"] = setting(
         "nf4",
-        "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too.",
+        "With qlora: format of the frozen weights; nf4-double = their scales are quantized, too.",
         OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
-        "sdpa",
-        "Attention implementation; flash = the package flash-attn, flash3 = its third version for Hopper GPUs; both "
-        "on GPUs only, with weights in 16 bits.",
+        "sdpa", "Attention implementation; flash and flash3 (Hopper): the package flash-attn, with 16-bit weights."
     )
     use_liger_kernel: bool = setting(
         False,
-        "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
+        "With messages, on GPUs: fused kernels of the package liger-kernel for layers and loss.",
         OnlyFor("GPUs", lambda run: run.device == "cuda"),
         OnlyFor("single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
                 lambda run: run.parallelism.calls_whole_head),
@@ -118,8 +116,8 @@ class DataSettings:
     _argument_group_name = "data"
     data: str = setting(
         "assets/exhibits",
-        "A folder with files train, validation and test, one file (.jsonl, .json, .csv, .tsv, .parquet, .txt), an "
-        "fsspec URL of either, or a dataset of the Hub; docs/your_own_data.md shows the formats.",
+        "Folder with files train, validation and test, one file (.jsonl, .json, .csv, .tsv, .parquet, .txt), fsspec "
+        "URL of either, or dataset of the Hub; docs/your_own_data.md shows the formats.",
     )
     dataset_config: str = setting("", "Which of the configurations of a dataset of the Hub or its clone, if several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
@@ -131,8 +129,7 @@ class DataSettings:
     completion_column: str = setting("", "With conversations: the column with the answers to them.", ONE_ANSWER)
     picture_noise: float = setting(
         0.0,
-        "With visual_questions: standard deviation of the noise that is added to each picture, as a share of full "
-        "brightness (0 to 1), the same each time a row is read.",
+        "With visual_questions: standard deviation of noise added to pictures, as a share of full brightness.",
         FRACTION,
         PICTURES,
     )
@@ -145,46 +142,34 @@ class DataSettings:
     summary_column: str = setting("summary", "With summarization: the column with the summaries.", SUMMARIZATION)
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
         "assistant",
-        "With messages, what is learnt of a row: every answer with its end token (assistant), the last answer "
-        "(completion), what comes before it (prompt), or every token (all).",
+        "With messages, what is learnt: every answer (assistant), the last one (completion), what comes before it "
+        "(prompt), or every token (all).",
         ONE_ANSWER,
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
-        0,
-        "Batches are padded to a multiple of so many tokens, such as 64, so that there are fewer lengths for pipelines "
-        "and compiled layers to prepare; 0 = to the longest row.",
-        AT_LEAST_0,
+        0, "Batches are padded to a multiple of so many tokens, for fewer lengths; 0 = to the longest row.", AT_LEAST_0
     )
     max_target_length: int = setting(
         128, "With summarization: longest summary to learn from, in tokens.", AT_LEAST_2, SUMMARIZATION
     )
     max_truncated_fraction: float = setting(
         0.0,
-        "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
-        "max_length.",
+        "With messages: fraction of rows that may be left out, as their answer lies beyond max_length.",
         FRACTION,
         OnlyFor("rows of messages", lambda run: run.goal.converses),
     )
     long_texts: Literal["cut", "refuse"] = setting(
-        "cut",
-        "What happens to rows beyond max_length tokens, and summaries beyond max_target_length: those that are cut are "
-        "counted, and learnt without an end token.",
+        "cut", "What happens to rows beyond max_length and summaries beyond max_target_length; those cut are counted."
     )
     control_tokens: Literal["text", "refuse"] = setting(
-        "text",
-        "What happens to rows with control tokens of the tokenizer, such as <|im_end|>, in their texts: text = they "
-        "are read as the characters that they are.",
+        "text", "What happens to control tokens in texts, such as <|im_end|>; text = they are read as characters."
     )
     empty_rows: Literal["refuse", "skip"] = setting(
-        "refuse",
-        "With classification and summarization: what happens to rows with an empty text, label or summary.",
-        TEXTS,
+        "refuse", "With classification and summarization: what happens to rows with an empty column.", TEXTS
     )
     shared_rows: Literal["auto", "refuse", "skip"] = setting(
-        "auto",
-        "What happens to training rows that are also test rows: skip = they are left out; auto = rows of messages are "
-        "refused, and texts, of which public datasets have some twice, are reported.",
+        "auto", "Training rows that are test rows, too: skip = left out; auto = messages are refused, texts reported."
     )
     train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
     validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
@@ -194,8 +179,7 @@ class DataSettings:
     )
     partitions: int = setting(
         0,
-        "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
-        "from its own; 0 = one per rank.",
+        "With summarization: equal parts of the training rows, which ranks draw from; 0 = one per rank.",
         *HELD_0,
         SUMMARIZATION,
     )
@@ -208,8 +192,7 @@ class TrainingSettings:
     _argument_group_name = "training"
     technique: str = setting(
         "lora",
-        "What is trained: lora = low-rank adapters, base frozen; qlora = the same on a base in 4 bits; full = the "
-        "model's own weights.",
+        "What is trained: adapters (lora), adapters of a base in 4 bits (qlora), or the model's weights (full).",
         choices=TECHNIQUES,
     )
     task: str = setting(
@@ -220,8 +203,7 @@ class TrainingSettings:
     )
     beta: float = setting(
         0.1,
-        "With preferences: DPO's beta, which scales the rewards; the lower, the further the model may move from the "
-        "reference model.",
+        "With preferences: DPO's beta; the lower, the further the model may move from the reference.",
         ABOVE_0,
         PREFERENCES,
     )
@@ -230,8 +212,7 @@ class TrainingSettings:
     )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer",
-        "With summarization: Transformers' Trainer, a plain loop with Accelerate, or a plain loop on "
-        "torch.distributed, also across machines; other tasks: trainer.",
+        "With summarization: Transformers' Trainer, or a plain loop on Accelerate or on torch.distributed.",
         SUMMARIZATION,
     )
     per_device_train_batch_size: int = setting(
@@ -239,15 +220,12 @@ class TrainingSettings:
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
-        "With messages: rows are laid end to end, each with attention of its own, instead of padded to the longest; "
-        "auto = where the model's attention can separate them.",
+        "With messages: rows are laid end to end instead of padded; auto = where attention can separate them.",
         OnlyFor("rows of messages, without pp, pictures and pairs",
                 lambda run: run.goal.learns_answers and not run.parallelism.pipelines),
     )  # fmt: skip
     train_sampling_strategy: Literal["auto", "random", "group_by_length"] = setting(
-        "auto",
-        "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
-        "steps, so that little is padded; auto = random with padding_free.",
+        "auto", "Order of training rows: random, or by length in windows of 4 steps; auto = random with padding_free."
     )
     gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", *HELD_1)
     num_train_epochs: int = setting(6, "Passes over the training rows.", AT_LEAST_1)
@@ -272,7 +250,7 @@ class TrainingSettings:
     )
     use_reentrant: bool = setting(
         False,
-        "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
+        "With gradient_checkpointing: PyTorch's reentrant implementation instead of the newer one.",
         OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
         OnlyFor("single and mp: elsewhere checkpointing is non-reentrant", lambda run: run.parallelism.in_one_process),
     )
@@ -289,8 +267,8 @@ class AdapterSettings:
     _argument_group_name = "adapters"
     target_modules: str = setting(
         "all-linear",
-        "Linear layers that get adapters (lora) or are trained (full), by their names with commas between; "
-        "all-linear = all but the head; all = every weight (full).",
+        "Linear layers that get adapters (lora) or are trained (full), by names with commas between; all-linear = all "
+        "but the head; all = every weight (full).",
     )
     freeze_vision_tower: bool = setting(
         True, "With visual_questions: false = the vision tower and its connector are trained in full, too.", PICTURES
@@ -316,7 +294,7 @@ class ParallelismSettings:
     device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
     threads: int = setting(
         1,
-        "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number.",
+        "On CPU: threads of each device; runs with more than 1 are not compared with others.",
         *HELD_1,
         OnlyFor("the CPU", lambda run: run.device == "cpu"),
     )
@@ -324,16 +302,11 @@ class ParallelismSettings:
     devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", *HELD_1)
     nodes: int = setting(
         1,
-        "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
+        "Machines that the devices are spread over evenly, each with a torchrun of its own.",
         *HELD_1,
         OnlyFor("several ranks", lambda run: run.world_size > 1),
     )
-    stages: int = setting(
-        0,
-        "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all.",
-        *HELD_0,
-        MP_AND_PP,
-    )
+    stages: int = setting(0, "With mp: parts that the layers are divided into; 0 = one per device.", *HELD_0, MP_AND_PP)
     device_map: str = setting(
         "balanced",
         "With mp and pp: which device holds which layers: balanced (the lowest training peak), even, auto (mp: "
@@ -346,23 +319,20 @@ class ParallelismSettings:
     )
     dp_replicate_size: int = setting(
         1,
-        "With fsdp: copies of the model, each sharded by an equal group of ranks (hybrid sharding, HSDP), such as a "
-        "machine's, with gradients averaged between the copies.",
+        "With fsdp: copies of the model, each sharded by an equal group of ranks (hybrid sharding, HSDP).",
         *HELD_1,
         OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp),
     )
     offload: Literal["none", "cpu"] = setting(
         "none",
-        "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "
-        "the optimizer's states alone).",
+        "With fsdp and zero: cpu = shards wait in the host's memory (zero1, zero2: optimizer states alone).",
         OnlyFor("fsdp and zero (2.6)", lambda run: bool(run.parallelism.shards)),
         nargs="?",
         const="cpu",
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
         "after",
-        "With loop machines: when gradients are averaged: in buckets after each backward pass; during it (DDP); or "
-        "during it, sent as bf16.",
+        "With loop machines: gradients are averaged after each backward pass, or during it, also as bf16.",
         MACHINES_LOOP,
     )
     bucket_cap_mb: float = setting(
@@ -370,19 +340,15 @@ class ParallelismSettings:
     )
     link: str = setting(
         "",
-        "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
-        "100 Mbit/s.",
+        "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record.",
         OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
     start_timeout_s: float = setting(
-        300.0,
-        "Seconds that ranks wait for each other at their start, before those that are missing are named.",
-        SECONDS,
+        300.0, "Seconds that ranks wait for each other at their start, before missing ones are named.", SECONDS
     )
     step_timeout_s: float = setting(
         600.0,
-        "Seconds that a training step may take before the ranks that hang are named and all are ended; validation, "
-        "checkpoints and exchanges between ranks may take ten times as long.",
+        "Seconds that a step may take before all ranks are ended; ten times as many for validation and checkpoints.",
         SECONDS,
     )
 
@@ -394,21 +360,19 @@ class EvaluationSettings:
     _argument_group_name = "evaluation"
     eval_steps: float = setting(
         0.05,
-        "Steps (below 1: share of all steps) after which the loss is logged and the model validated; weights that are "
-        "the best so far are saved.",
+        "Steps (below 1: share of all) after which the model is validated, and saved if it is the best so far.",
         ABOVE_0,
         STEPS_OR_SHARE,
     )
     save_steps: float = setting(
         0.0,
-        "Steps (below 1: share of all steps) after which a full state is saved, to resume from, and one at the end; 0 "
-        "= by max_lost_minutes, and at the end if at most 1 GiB.",
+        "Steps (below 1: share of all) after which a full state is saved, to resume from; 0 = by max_lost_minutes.",
         AT_LEAST_0,
         STEPS_OR_SHARE,
     )
     max_lost_minutes: float = setting(
         15.0,
-        "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often.",
+        "Without save_steps: minutes of training that a failure may lose.",
         ABOVE_0,
         OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
@@ -416,10 +380,7 @@ class EvaluationSettings:
         0, "Validations in a row without a better model after which training ends; 0 = never.", AT_LEAST_0
     )
     per_device_eval_batch_size: int = setting(
-        0,
-        "Rows that a rank validates or answers at once; 0 = as many as leave training the highest phase of the plan, "
-        f"at most {MOST_EVALUATED_AT_ONCE}.",
-        *HELD_0,
+        0, f"Rows that a rank validates or answers at once; 0 = by the plan, at most {MOST_EVALUATED_AT_ONCE}.", *HELD_0
     )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", AT_LEAST_1)
     num_beams: int = setting(
@@ -427,7 +388,7 @@ class EvaluationSettings:
     )
     baseline: Literal["base", "none"] = setting(
         "base",
-        "Evaluate the base before training; none leaves it out, which of a large model takes minutes.",
+        "Evaluate the base before training, which takes minutes with a large model; none = do not.",
         OnlyFor("tasks without pairs of answers, whose rewards compare with what the base finds of them",
                 lambda run: not run.goal.compares),
     )  # fmt: skip
@@ -448,21 +409,17 @@ class TrackingSettings:
     _argument_group_name = "tracking"
     run_folder: str = setting("", "Run folder, relative to the repository's root.")
     run_name: str = setting(
-        "",
-        "Name of the results folder; empty = launcher, what tells a task's runs apart (such as batch size), and seed.",
+        "", "Name of the results folder; empty = launcher, what tells a task's runs apart, and seed."
     )
     results_root: str = setting("", "Folder that takes results/<run name>; empty = the run folder.")
     resume_from_checkpoint: str = setting(
-        "",
-        "A checkpoint's folder to resume from (results/<run>/checkpoints/checkpoint-<step>); last = this run's own "
-        "newest whole one, or the beginning where there is none.",
+        "", "A checkpoint's folder to resume from; last = this run's newest whole one, or the beginning."
     )
     report_to: str = setting(
         "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
     )
     log_format: Literal["text", "json"] = setting(
-        "text",
-        "How metrics are printed while training: for readers, or as JSON, one object a line, which Valohai plots.",
+        "text", "How metrics are printed while training: for readers, or as JSON lines, which Valohai plots."
     )
 
 
