@@ -6,7 +6,7 @@ python -m common.launch --batch_size 8
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,26 +14,20 @@ from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
-from common.base.signals import remember_if_asked
 from common.checks.folder_runs import import_workflow
 from common.checks.inputs import check_inputs
 from common.reporting.rows import own_tables, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
-def run_or_launch(
-    workflow: Callable[[RunConfig], object], run: RunConfig, script: str, overrides: Sequence[str]
-) -> None:
-    """Run `workflow` as this process's rank, or, if the run asks for several, have torchrun start them."""
-    if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
-        with silent_if_well():
-            check_inputs(run)
-        _become(run, script, overrides)
-    remember_if_asked()
-    workflow(run)
+def start(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
+    """Check the run's input, then have its ranks' launcher, or Python, take the place of this process.
 
-
-def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
+    Raises:
+        BadInputError: the run refuses its input; no rank was started.
+    """
+    with silent_if_well():
+        check_inputs(run)
     command = ranks_command(run, script, overrides)
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -51,10 +45,10 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, first, *overrides])
     run = parse_overrides(workflow.RUN, overrides)
     refuse_half_a_rank()
+    if len(scripts) == 1:
+        start(run, first, overrides)
     with silent_if_well():
         check_inputs(run)
-    if len(scripts) == 1:
-        _become(run, first, overrides)
     run_each(scripts, run, overrides)
 
 

@@ -14,7 +14,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
-from common.checks.optimizers import check_optimizer, check_schedule, check_schedule_name
+from common.checks.optimizers import check_optimizer, check_schedule
 from common.checks.tokens import check_rows_readable, tokens_without_embedding
 from common.data.rows import Row
 from common.data.splits import check_tokens, load_splits
@@ -87,7 +87,6 @@ def check_settings(run: RunConfig) -> RunConfig:
         check_minilm("independent_judge is minilm", "--independent_judge none")
     check_trackers(run)
     check_optimizer(run)
-    check_schedule_name(run)
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)

@@ -17,7 +17,7 @@ WIDTH = 320
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Refuse an optimizer that Transformers does not know, or that cannot be built, or work, in this run.
+    """Refuse an optimizer or a schedule that Transformers does not know, and an optimizer that cannot work in this run.
 
     It is built for a square of weights, and on the CPU takes a step.
 
@@ -25,6 +25,7 @@ def check_optimizer(run: RunConfig) -> None:
         BadInputError: with the reason, and the names of some that can.
     """
     check_choice("optim", run.optim, [each.value for each in OptimizerNames])
+    check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
     if run.optim in SHARDED_OPTIMIZERS:  # PyTorch's own
         return
     weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
@@ -47,15 +48,6 @@ def check_optimizer(run: RunConfig) -> None:
             optimizer.step()
 
 
-def check_schedule_name(run: RunConfig) -> None:
-    """Refuse a learning-rate schedule that Transformers does not know.
-
-    Raises:
-        BadInputError: with the names of those that it does.
-    """
-    check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
-
-
 def check_schedule(run: RunConfig, steps: int) -> None:
     """Refuse a learning-rate schedule that cannot be followed in this run, of so many steps.
 
@@ -64,7 +56,6 @@ def check_schedule(run: RunConfig, steps: int) -> None:
     Raises:
         BadInputError: with the reason, and the names of some that can.
     """
-    check_schedule_name(run)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, OTHER_SCHEDULES, "followed"):
