@@ -21,11 +21,7 @@ from common.runtime.launchers import ranks_command, stream_command
 
 
 def start(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
-    """Check the run's input, then have its ranks' launcher, or Python, take the place of this process.
-
-    Raises:
-        BadInputError: the run refuses its input; no rank was started.
-    """
+    """Check the run's input, then have its ranks' launcher, or Python, take the place of this process."""
     with silent_if_well():
         check_inputs(run)
     command = ranks_command(run, script, overrides)

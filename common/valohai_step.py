@@ -67,9 +67,6 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
 
     Together they become a version of the dataset `alias`, to which its alias of the same name points from now on:
     `dataset://ALIAS/ALIAS` is a folder that loads. The weights alone are `datum://ALIAS`.
-
-    Raises:
-        BadInputError: There is more than one model.
     """
     models = sorted(outputs.glob("results/*/model"))
     if len(models) > 1:

@@ -47,9 +47,6 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
     """Run every setting in processes of its own, print the table of all, and return the exit code.
 
     All are checked before the first one starts; one that fails then does not keep the others from running.
-
-    Raises:
-        BadInputError: a setting refuses its input; none was started.
     """
     start_s, failed = time.perf_counter(), []
     settings = [[*setting, *["--quick"] * is_quick, *overrides] for setting in workflow.SETTINGS]

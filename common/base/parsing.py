@@ -2,13 +2,12 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import yaml
+from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
 from common.base.errors import BadInputError, closest, reading, shortened
@@ -148,8 +147,6 @@ class SettingsParser(OneSentenceParser, TrlParser):
                 f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
             )
         values = {str(name): value for name, value in found.items()}
-        groups = map(fields, self.dataclass_types)
-        switches = {each.name for each in chain(*groups) if bool in (each.type, *get_args(each.type))}
         for option in self._actions:
             value = values.get(option.dest)
             if isinstance(option, argparse._AppendAction):
@@ -159,7 +156,7 @@ class SettingsParser(OneSentenceParser, TrlParser):
                     f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
                     "several names with commas between."
                 )
-            elif option.dest in switches and isinstance(value, str):
+            elif option.type is string_to_bool and isinstance(value, str):
                 values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
         return values
 

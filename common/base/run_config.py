@@ -44,11 +44,7 @@ def not_meant_for(run: "RunConfig") -> dict[str, str]:
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Raises:
-        BadInputError: with all of them.
-    """
+    """Refuse, by BadInputError, a setting that is none of its choices."""
     choices = list(choices)
     if value not in choices:
         meant = closest(value, choices)
@@ -74,8 +70,7 @@ class RunConfig(
 ):
     """One fine-tuning run: every group's settings. A run folder's literal holds only what differs from the defaults.
 
-    Raises:
-        BadInputError: a value is out of its range or means nothing for the run, or two values contradict each other.
+    A value out of its range, or one that means nothing for the run, or contradicts another, raises BadInputError.
     """
 
     def __post_init__(self) -> None:
@@ -85,11 +80,7 @@ class RunConfig(
             raise BadInputError(refusal)
 
     def check_each(self) -> None:
-        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with.
-
-        Raises:
-            BadInputError: with the setting and its value.
-        """
+        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with."""
         for each in fields(self):
             value, kind = getattr(self, each.name), _types_of(type(self))[each.name]
             choices = get_args(kind) if get_origin(kind) is Literal else each.metadata.get("choices")
@@ -178,8 +169,7 @@ class RunConfig(
     def peak_learning_rate(self) -> float:
         """The learning rate after warm-up, scaled with the ranks: sqrt as in Krizhevsky 2014, linear as in Goyal 2017.
 
-        (Krizhevsky, "One weird trick for parallelizing convolutional neural networks"; Goyal et al., "Accurate, Large
-        Minibatch SGD".)
+        ("One weird trick for parallelizing convolutional neural networks"; "Accurate, Large Minibatch SGD".)
         """
         factors = {"none": 1, "sqrt": math.sqrt(self.data_parallel_ranks), "linear": self.data_parallel_ranks}
         return self.learning_rate * factors[self.learning_rate_scaling]
@@ -197,8 +187,7 @@ class RunConfig(
     def of_record(cls, config: dict[str, Any]) -> "RunConfig":
         """Return the run that a record describes, without settings that meant nothing for it: older runs took them.
 
-        Raises:
-            BadInputError: as when a run is made, or it has a setting that this code does not know.
+        One with a setting that this code does not know raises BadInputError.
         """
         config = {name: value for name, value in config.items() if name not in GONE}
         unknown = config.keys() - DEFAULTS.keys()
@@ -208,11 +197,7 @@ class RunConfig(
         return cls(**{name: value for name, value in config.items() if name not in idle})
 
     def changed_to(self, **changes: Any) -> "RunConfig":
-        """Return the same run with other settings; those that mean nothing for it any more fall to their defaults.
-
-        Raises:
-            BadInputError: as when a run is made.
-        """
+        """Return the same run with other settings; those that mean nothing for it any more fall to their defaults."""
         settings = {**self.to_dict(), **changes}
         idle = idle_settings(settings)
         settings |= {name: getattr(RunConfig, name) for name in idle if name not in changes}
@@ -249,11 +234,7 @@ class _Unchecked(RunConfig):
 
 
 def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for.
-
-    Raises:
-        BadInputError: see `RunConfig.check_each`.
-    """
+    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for."""
     run = _Unchecked(**settings)
     run.check_each()  # before it is asked what its names mean
     return not_meant_for(run)

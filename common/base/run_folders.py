@@ -28,11 +28,7 @@ def folder_named(run_folder: Path) -> Path:
 
 
 def workflows_of(run_folder: Path) -> list[Path]:
-    """Return the `my_workflow_*.py` of a run folder, named as for `folder_named`: one, or several ways to do the same.
-
-    Raises:
-        BadInputError: It has none.
-    """
+    """Return the `my_workflow_*.py` of a run folder, named as for `folder_named`: one or several."""
     run_folder = folder_named(run_folder)
     found = sorted(run_folder.glob("my_workflow_*.py"))
     if not found:
@@ -52,20 +48,12 @@ def _folders_meant_by(name: str) -> str:
 
 
 def literal_of(run_folder: Path) -> RunConfig:
-    """Return the run of a folder, named as for `folder_named`, by its `RUN = RunConfig(...)`.
-
-    Raises:
-        BadInputError: It is no run folder, or has no such literal.
-    """
+    """Return the run of a folder, named as for `folder_named`, by its one `RUN = RunConfig(...)`."""
     return read_literal(_literal_file_of(run_folder))
 
 
 def lora_of(run_folder: Path) -> dict[str, object]:
-    """Return a folder's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none.
-
-    Raises:
-        BadInputError: As `literal_of`.
-    """
+    """Return a folder's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none."""
     lora = _assignments(_literal_file_of(run_folder).read_text(encoding="utf-8")).get("LORA")
     return ast.literal_eval(lora.value) if lora else {}
 

@@ -55,11 +55,7 @@ def meeting_file() -> str:
 
 
 def folder_of_user() -> Path:
-    """Return the folder where this user's launchers and ranks meet; nobody else can write into it.
-
-    Raises:
-        RunStoppedError: Somebody else has made it.
-    """
+    """Return the folder where this user's launchers and ranks meet; RunStoppedError if others can write into it."""
     folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -78,11 +78,7 @@ def fit_to_be_kept(record: Record) -> Record:
 
 
 def words_of_command(record: Record) -> list[str]:
-    """Return the command of a record, word by word.
-
-    Raises:
-        BadInputError: a quote in it is not closed.
-    """
+    """Return the command of a record, word by word, whose quotes must be closed."""
     with reading(f"The command of the record of {record['run_name']}", AGAIN.capitalize()):
         return shlex.split(record["command"])
 
@@ -185,10 +181,7 @@ def kept_files(folders: str = KEPT) -> list[Path]:
 
 
 def kept_records(folders: str = KEPT) -> list[Record]:
-    """Return every record that was kept in `folders`, a pattern, in the order of folders and names.
-
-    They are read again only when a file has changed, as plans are made by the hundred: change none of them.
-    """
+    """Return every record that was kept in `folders`, a pattern, in order; read again only when a file has changed."""
     files = kept_files(folders)
     return list(_whole_records(tuple(files), tuple(file.lstat().st_mtime_ns for file in files)))
 
@@ -199,10 +192,9 @@ def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> l
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record from `<run folder>/results/<name>` to `records/<name>.json`, to be committed.
+    """Copy a run's record from `<run folder>/results/<name>` to the folder `records`, or `<run folder>/records`.
 
-    Without `records` that is `<run folder>/records`. Paths of this machine stay behind: of a model or data elsewhere
-    the name is kept.
+    Paths of this machine stay behind.
 
     Raises:
         BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
