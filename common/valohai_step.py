@@ -11,8 +11,6 @@ Valohai puts the files of an input into a folder, and reads metadata of an outpu
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
@@ -23,37 +21,37 @@ JOIN_TIMEOUT_S = 900
 """How long machines wait for each other, which install at different speeds."""
 
 
-def torchrun_options() -> str:
-    """Return torchrun's options on this machine of a distributed task, by Valohai's own library; one rank on each."""
-    with _told_where_machines_meet():
-        from valohai import distributed
+def members() -> tuple[int, str, str, bool]:
+    """Return how many machines a distributed task has, the first one's address, our own, and whether we are the first.
 
-        count, first, own = distributed.required_count, distributed.master(), distributed.me()
-        endpoint, address = f"{first.primary_local_ip}:29400", own.primary_local_ip
-    return (
-        f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --local_addr {address} "
-        f"--rdzv_conf is_host={int(own.is_master)},join_timeout={JOIN_TIMEOUT_S}"
-    )
-
-
-def world_options() -> str:
-    """Return the run's settings that say how many machines a distributed task has."""
-    with _told_where_machines_meet():
-        from valohai import distributed
-
-        return f"--devices {distributed.required_count} --nodes {distributed.required_count}"
-
-
-@contextmanager
-def _told_where_machines_meet() -> Iterator[None]:
-    """Refuse, by BadInputError, a step whose machines Valohai does not say."""
+    Raises:
+        BadInputError: Valohai does not say so.
+    """
     try:
-        yield
+        from valohai import distributed
+
+        first, own = distributed.master(), distributed.me()
+        return distributed.required_count, first.primary_local_ip, own.primary_local_ip, own.is_master
     except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
         raise BadInputError(
             f"Valohai does not say where the machines of a distributed task meet ({type(error).__name__}: {error}): "
             "start the step as a Task of the type Distributed, with valohai-utils installed."
         ) from None
+
+
+def torchrun_options() -> str:
+    """Return torchrun's options on this machine of a distributed task; one rank on each."""
+    count, first, own, is_first = members()
+    return (
+        f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {first}:29400 --local_addr {own} "
+        f"--rdzv_conf is_host={int(is_first)},join_timeout={JOIN_TIMEOUT_S}"
+    )
+
+
+def world_options() -> str:
+    """Return the run's settings that say how many machines a distributed task has."""
+    count, *_ = members()
+    return f"--devices {count} --nodes {count}"
 
 
 def data_option(inputs: Path) -> str:

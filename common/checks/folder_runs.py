@@ -87,5 +87,5 @@ def quick(run: RunConfig) -> RunConfig:
 
 
 def name_of(run: RunConfig) -> str:
-    """Return the name of the results folder that a setting writes when `common.variants` starts it."""
+    """Return the name of the results folder that a setting writes when `common.launch` starts it."""
     return run.run_name or default_run_name(run, "torchrun" if run.world_size > 1 else "python")
