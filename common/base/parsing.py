@@ -7,7 +7,6 @@ from textwrap import fill
 from typing import Any, NoReturn
 
 import yaml
-from transformers.hf_argparser import string_to_bool
 from trl import TrlParser
 
 from common.base.errors import BadInputError, closest, reading, shortened
@@ -156,7 +155,7 @@ class SettingsParser(OneSentenceParser, TrlParser):
                     f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
                     "several names with commas between."
                 )
-            elif option.type is string_to_bool and isinstance(value, str):
+            elif option.const is True and isinstance(value, str):  # a switch
                 values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
         return values
 
