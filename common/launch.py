@@ -15,12 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from common.base.command_line import (
-    ended_by_one_sentence,
-    refuse_half_a_rank,
-    refused_in_one_sentence,
-    silent_if_well,
-)
+from common.base.command_line import ended_by_one_sentence, refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.parsing import parse_overrides, settings_parser
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of

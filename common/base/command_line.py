@@ -13,14 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from common.base.errors import (
-    AskedToEndError,
-    BadInputError,
-    RunStoppedError,
-    first_sentence,
-    is_lost_peer,
-    shortened,
-)
+from common.base.errors import AskedToEndError, BadInputError, RunStoppedError, first_sentence, is_lost_peer, shortened
 from common.base.inert import printable
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
