@@ -85,8 +85,7 @@ class ModelSettings:
     model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     model_revision: str = setting("", "With a model of the Hub: a branch, tag or commit; empty = its main branch.")
     weights: Literal["pretrained", "random"] = setting(
-        "pretrained",
-        "random = random weights in the model's shape (assets/model_configs), with the embedded tokenizer.",
+        "pretrained", "random = random weights in the model's shape, with the embedded tokenizer."
     )
     precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = setting(
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
@@ -123,15 +122,10 @@ class DataSettings:
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
     dataset_train_split: str = setting("train", "The split to train on, of data with splits of their own.")
     dataset_test_split: str = setting("test", "The split to report on, of data with splits of their own.")
-    prompt_column: str = setting(
-        "", "With conversations: the column with the questions, where it is not recognised.", ONE_ANSWER
-    )
-    completion_column: str = setting("", "With conversations: the column with the answers to them.", ONE_ANSWER)
+    prompt_column: str = setting("", "With conversations: the column with the questions.", ONE_ANSWER)
+    completion_column: str = setting("", "With conversations: the column with the answers.", ONE_ANSWER)
     picture_noise: float = setting(
-        0.0,
-        "With visual_questions: standard deviation of noise added to pictures, as a share of full brightness.",
-        FRACTION,
-        PICTURES,
+        0.0, "With visual_questions: standard deviation of noise on pictures (1 = full brightness).", FRACTION, PICTURES
     )
     text_column: str = setting("text", "With classification and summarization: the column with the texts.", TEXTS)
     label_column: str = setting(
@@ -142,17 +136,14 @@ class DataSettings:
     summary_column: str = setting("summary", "With summarization: the column with the summaries.", SUMMARIZATION)
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
         "assistant",
-        "With messages, what is learnt: every answer (assistant), the last one (completion), what comes before it "
-        "(prompt), or every token (all).",
+        "With messages: learn every answer, the last one, what comes before it, or every token.",
         ONE_ANSWER,
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
         0, "Batches are padded to a multiple of so many tokens, for fewer lengths; 0 = to the longest row.", AT_LEAST_0
     )
-    max_target_length: int = setting(
-        128, "With summarization: longest summary to learn from, in tokens.", AT_LEAST_2, SUMMARIZATION
-    )
+    max_target_length: int = setting(128, "With summarization: longest summary, in tokens.", AT_LEAST_2, SUMMARIZATION)
     max_truncated_fraction: float = setting(
         0.0,
         "With messages: fraction of rows that may be left out, as their answer lies beyond max_length.",
@@ -178,10 +169,7 @@ class DataSettings:
         0, "Processes that read rows ahead, above all pictures; 0 = each batch is read when its step begins.", *HELD_0
     )
     partitions: int = setting(
-        0,
-        "With summarization: equal parts of the training rows, which ranks draw from; 0 = one per rank.",
-        *HELD_0,
-        SUMMARIZATION,
+        0, "With summarization: parts of the rows that ranks draw from; 0 = one per rank.", *HELD_0, SUMMARIZATION
     )
 
 
@@ -192,28 +180,20 @@ class TrainingSettings:
     _argument_group_name = "training"
     technique: str = setting(
         "lora",
-        "What is trained: adapters (lora), adapters of a base in 4 bits (qlora), or the model's weights (full).",
+        "Adapters (lora), adapters of a base in 4 bits (qlora), or the model's weights (full).",
         choices=TECHNIQUES,
     )
     task: str = setting(
         "chat",
-        "What is learnt: to answer, to find a text's label, to summarize, to answer questions about a picture, or "
-        "which of two answers is better (preferences).",
+        "What is learnt: to answer, labels, summaries, answers about pictures, or the better of two.",
         choices=TASKS,
     )
     beta: float = setting(
-        0.1,
-        "With preferences: DPO's beta; the lower, the further the model may move from the reference.",
-        ABOVE_0,
-        PREFERENCES,
+        0.1, "With preferences: DPO's beta; the lower, the further the model may move.", ABOVE_0, PREFERENCES
     )
-    exchange_answers: bool = setting(
-        False, "With preferences: learn the rejected answers instead of the chosen ones, as a control.", PREFERENCES
-    )
+    exchange_answers: bool = setting(False, "With preferences: learn the rejected answers, as a control.", PREFERENCES)
     loop: Literal["trainer", "accelerate", "machines"] = setting(
-        "trainer",
-        "With summarization: Transformers' Trainer, or a plain loop on Accelerate or on torch.distributed.",
-        SUMMARIZATION,
+        "trainer", "With summarization: the Trainer, or a loop on Accelerate or torch.distributed.", SUMMARIZATION
     )
     per_device_train_batch_size: int = setting(
         16, "Training rows per rank and step, before accumulation.", *HELD_1, aliases=("--batch_size", "--batch-size")
@@ -237,14 +217,10 @@ class TrainingSettings:
     warmup_steps: float = setting(
         0.03, "Steps in which the learning rate rises; below 1, their share of all steps.", AT_LEAST_0, STEPS_OR_SHARE
     )
-    lr_scheduler_type: str = setting(
-        "cosine", "Schedule of the learning rate over the steps, by its name in Transformers."
-    )
+    lr_scheduler_type: str = setting("cosine", "Schedule of the learning rate, by its name in Transformers.")
     optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", aliases=("--optimizer",))
     weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", AT_LEAST_0)
-    max_grad_norm: float = setting(
-        0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.", AT_LEAST_0
-    )
+    max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm of all gradients; 0 = off.", AT_LEAST_0)
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them."
     )
@@ -254,9 +230,7 @@ class TrainingSettings:
         OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
         OnlyFor("single and mp: elsewhere checkpointing is non-reentrant", lambda run: run.parallelism.in_one_process),
     )
-    torch_compile: bool = setting(
-        False, "Compile each layer with torch.compile: fewer and larger kernels, for some minutes at the start."
-    )
+    torch_compile: bool = setting(False, "Compile each layer: larger kernels, for some minutes at the start.")
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", AT_LEAST_0)
 
 
@@ -266,16 +240,14 @@ class AdapterSettings:
 
     _argument_group_name = "adapters"
     target_modules: str = setting(
-        "all-linear",
-        "Linear layers that get adapters (lora) or are trained (full), by names with commas between; all-linear = all "
-        "but the head; all = every weight (full).",
+        "all-linear", "Linear layers to adapt or train, with commas; all-linear (but the head), or all (full)."
     )
     freeze_vision_tower: bool = setting(
-        True, "With visual_questions: false = the vision tower and its connector are trained in full, too.", PICTURES
+        True, "With visual_questions: false = the vision tower is trained in full, too.", PICTURES
     )
     lora_r: int = setting(8, "Rank of the adapters.", *HELD_1, ADAPTERS, aliases=("--lora_rank", "--lora-rank"))
     lora_alpha: int = setting(
-        64, "The adapters are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).", AT_LEAST_1, ADAPTERS
+        64, "Adapters are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).", AT_LEAST_1, ADAPTERS
     )
     lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", FRACTION, ADAPTERS)
 
@@ -308,15 +280,10 @@ class ParallelismSettings:
     )
     stages: int = setting(0, "With mp: parts that the layers are divided into; 0 = one per device.", *HELD_0, MP_AND_PP)
     device_map: str = setting(
-        "balanced",
-        "With mp and pp: which device holds which layers: balanced (the lowest training peak), even, auto (mp: "
-        "Accelerate's own), or a JSON file of module names and devices.",
-        MP_AND_PP,
+        "balanced", "With mp and pp: balanced (lowest peak), even, auto (Accelerate's, mp), or a JSON file.", MP_AND_PP
     )
     schedule: Literal["1f1b", "gpipe"] = setting("1f1b", "With pp: the order of the micro-batches' passes.", PP)
-    micro_batches: int = setting(
-        1, "With pp: equal parts of a batch, which the stages work on at the same time.", *HELD_1, PP
-    )
+    micro_batches: int = setting(1, "With pp: equal parts of a batch, in flight at the same time.", *HELD_1, PP)
     dp_replicate_size: int = setting(
         1,
         "With fsdp: copies of the model, each sharded by an equal group of ranks (hybrid sharding, HSDP).",
@@ -331,25 +298,17 @@ class ParallelismSettings:
         const="cpu",
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
-        "after",
-        "With loop machines: gradients are averaged after each backward pass, or during it, also as bf16.",
-        MACHINES_LOOP,
+        "after", "With loop machines: gradients are averaged after the backward pass or during it.", MACHINES_LOOP
     )
-    bucket_cap_mb: float = setting(
-        25.0, "With loop machines: gradients that are sent at once, in MiB.", ABOVE_0, MACHINES_LOOP
-    )
+    bucket_cap_mb: float = setting(25.0, "With loop machines: MiB of gradients sent at once.", ABOVE_0, MACHINES_LOOP)
     link: str = setting(
         "",
         "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record.",
         OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
-    start_timeout_s: float = setting(
-        300.0, "Seconds that ranks wait for each other at their start, before missing ones are named.", SECONDS
-    )
+    start_timeout_s: float = setting(300.0, "Seconds that ranks wait for each other at their start.", SECONDS)
     step_timeout_s: float = setting(
-        600.0,
-        "Seconds that a step may take before all ranks are ended; ten times as many for validation and checkpoints.",
-        SECONDS,
+        600.0, "Seconds that a step may take; ten times as many for validation and checkpoints.", SECONDS
     )
 
 
@@ -359,14 +318,11 @@ class EvaluationSettings:
 
     _argument_group_name = "evaluation"
     eval_steps: float = setting(
-        0.05,
-        "Steps (below 1: share of all) after which the model is validated, and saved if it is the best so far.",
-        ABOVE_0,
-        STEPS_OR_SHARE,
+        0.05, "Steps (below 1: share of all) after which the model is validated.", ABOVE_0, STEPS_OR_SHARE
     )
     save_steps: float = setting(
         0.0,
-        "Steps (below 1: share of all) after which a full state is saved, to resume from; 0 = by max_lost_minutes.",
+        "Steps (below 1: share of all) after which a full state is saved; 0 = by max_lost_minutes.",
         AT_LEAST_0,
         STEPS_OR_SHARE,
     )
@@ -377,15 +333,13 @@ class EvaluationSettings:
         OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
     early_stopping_patience: int = setting(
-        0, "Validations in a row without a better model after which training ends; 0 = never.", AT_LEAST_0
+        0, "Validations in a row that are no better end training; 0 = never.", AT_LEAST_0
     )
     per_device_eval_batch_size: int = setting(
         0, f"Rows that a rank validates or answers at once; 0 = by the plan, at most {MOST_EVALUATED_AT_ONCE}.", *HELD_0
     )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", AT_LEAST_1)
-    num_beams: int = setting(
-        4, "With summarization: beams of the search for a summary; 1 = greedy.", *HELD_1, SUMMARIZATION
-    )
+    num_beams: int = setting(4, "With summarization: beams of the search; 1 = greedy.", *HELD_1, SUMMARIZATION)
     baseline: Literal["base", "none"] = setting(
         "base",
         "Evaluate the base before training, which takes minutes with a large model; none = do not.",
@@ -408,16 +362,10 @@ class TrackingSettings:
 
     _argument_group_name = "tracking"
     run_folder: str = setting("", "Run folder, relative to the repository's root.")
-    run_name: str = setting(
-        "", "Name of the results folder; empty = launcher, what tells a task's runs apart, and seed."
-    )
+    run_name: str = setting("", "Name of the results folder; empty = launcher, what tells runs apart, and seed.")
     results_root: str = setting("", "Folder that takes results/<run name>; empty = the run folder.")
-    resume_from_checkpoint: str = setting(
-        "", "A checkpoint's folder to resume from; last = this run's newest whole one, or the beginning."
-    )
-    report_to: str = setting(
-        "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
-    )
+    resume_from_checkpoint: str = setting("", "Checkpoint to resume from; last = this run's newest, or the beginning.")
+    report_to: str = setting("tensorboard", "Trackers by their names in Transformers, with commas between, or none.")
     log_format: Literal["text", "json"] = setting(
         "text", "How metrics are printed while training: for readers, or as JSON lines, which Valohai plots."
     )
