@@ -4,7 +4,6 @@ Everything else asks a spec what it does, instead of comparing names. A new entr
 dictionary.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -326,16 +325,6 @@ TASKS: dict[str, Task] = _by_name(
         compares=True,
     ),
 )
-
-
-def is_registered(record: Mapping[str, Any]) -> bool:
-    """Return whether what a run did is registered here; another program may have registered more."""
-    config = record["config"]
-    return (
-        {record["technique"], config.get("technique", record["technique"])} <= TECHNIQUES.keys()
-        and {record["parallel"], config.get("parallel", record["parallel"])} <= PARALLELISMS.keys()
-        and config.get("task", "chat") in TASKS  # older records know one task only
-    )
 
 
 class HasSpecs:

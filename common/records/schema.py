@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
-from common.base.specs import TASKS, TECHNIQUES, is_registered
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
 MOST = 10**18
 """More than any count, number of bytes or seconds of a run."""
@@ -72,8 +72,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b")
 
 Fields = _keys({
     "status": Literal["completed", "failed", "oom", "interrupted"],
-    "technique": Text,
-    "parallel": Text,
+    "technique": Annotated[Text, _refused(lambda name: name not in TECHNIQUES, "it is no technique known here")],
+    "parallel": Annotated[Text, _refused(lambda name: name not in PARALLELISMS, "it is no parallelism known here")],
     "run_folder": Annotated[
         Text,
         _refused(
@@ -196,8 +196,7 @@ def wrong_in(record: object, whole: bool = False) -> str:
     """
     try:
         RECORD.validate_python(record, strict=True)
-        if is_registered(record):
-            idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
+        idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         place = ".".join(map(str, first["loc"])) or "it"
@@ -212,7 +211,7 @@ def wrong_in(record: object, whole: bool = False) -> str:
 
 def _missing_from(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys that a record of a completed run lacks."""
-    if record["status"] != "completed" or not is_registered(record):
+    if record["status"] != "completed":
         return
     task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
     is_quantized = TECHNIQUES[record["technique"]].quantizes

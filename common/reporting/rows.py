@@ -20,7 +20,7 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task, is_registered
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
@@ -155,8 +155,8 @@ def task_of(record: Record) -> str:
 
 
 def is_comparable(record: Record) -> bool:
-    """Return whether a run completed, and did what is registered here."""
-    return record["status"] == "completed" and is_registered(record)
+    """Return whether a run completed."""
+    return record["status"] == "completed"
 
 
 def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> list[Record]:
