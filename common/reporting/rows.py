@@ -368,13 +368,9 @@ def not_run(folder: Path, run: RunConfig) -> Row:
 
 
 def kind_name(technique: str, parallel: str) -> str:
-    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`.
-
-    What another program has registered is called as it is in the record.
-    """
-    how = PARALLELISMS.get(parallel)
-    title = TECHNIQUES[technique].title if technique in TECHNIQUES else technique
-    return title + ("" if how and how.is_single else f" with {how.label if how else parallel}")
+    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
+    how = PARALLELISMS[parallel]
+    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
 
 
 def setting_name(row: Row) -> str:
