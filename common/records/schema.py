@@ -68,6 +68,17 @@ Scores = _keys({
 """How good a model is; None where nobody judged, or the data name no facts."""
 Held = _keys({"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
 """Of a rank between two passes."""
+Memory = _keys(
+    {
+        **dict.fromkeys(("planned_gib", "peak_allocated_gib"), Amount | None),
+        **dict.fromkeys(("peak_rss_gib", "total_gib"), Amount),
+        **dict.fromkeys(("planned_gib_by_phase?", "peak_gib_by_phase?"), dict[Text, Amount]),
+        "rank": Count,
+        "device": Text,
+        "peak_training_gib?": Positive | None,
+    }
+)
+"""Of a device: what was planned, and its peaks."""
 SCHEDULES = ("naive", "gpipe", "1f1b")
 
 Fields = _keys({
@@ -116,22 +127,7 @@ Fields = _keys({
     "best_accuracy?": Score,
     "merged_validation_losses?": dict[Text, Score],
     "checkpoints?": _keys({"best": Text | None, "went_on_from": Text | None}),
-    "memory?": Annotated[
-        list[
-            _keys({
-                "rank": Count,
-                "device": Text,
-                "planned_gib": Amount | None,
-                "peak_training_gib?": Positive | None,
-                "peak_allocated_gib": Amount | None,
-                "peak_rss_gib": Amount,
-                "total_gib": Amount,
-                "planned_gib_by_phase?": dict[Text, Amount],
-                "peak_gib_by_phase?": dict[Text, Amount],
-            })
-        ],
-        NotEmpty,
-    ],
+    "memory?": Annotated[list[Memory], NotEmpty],
     "machine_ceiling?": _keys({
         "strong": Positive,
         "weak": Positive,
