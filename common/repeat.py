@@ -26,8 +26,7 @@ from common.records.store import RECORD_NAME, Record, keep_record, load_record, 
 from common.runtime.launchers import stream_command
 from common.siblings import TORCHRUN
 
-LOOKED_AT_S = 5.0
-BUSY_PERCENT = 15.0
+LOOKED_AT_S, BUSY_PERCENT = 5.0, 15.0
 NOTEBOOK = "the notebook"
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
 """What stands for a launcher's program, by this Python."""
@@ -39,11 +38,7 @@ OF_A_FOLDER = re.compile(
 
 
 def records_below(folders: Sequence[str]) -> dict[Path, Record]:
-    """Return the kept records by path; those below some folders of the repository, or all.
-
-    Raises:
-        BadInputError: a folder has none.
-    """
+    """Return the kept records by path: those below some folders, each of which must have one, or all."""
     found: dict[Path, Record] = {}
     for folder in folders or [str(REPOSITORY)]:
         place = folder_named(Path(folder))
@@ -60,16 +55,12 @@ def is_repeatable(record: Record) -> bool:
 
 
 def check_quiet() -> None:
-    """Refuse to measure beside other work.
-
-    Raises:
-        BadInputError: with how busy the machine is.
-    """
+    """Refuse to measure beside other work."""
     busy = psutil.cpu_percent(interval=LOOKED_AT_S)
     if busy > BUSY_PERCENT:
         raise BadInputError(
-            f"This machine's processors were {busy:.0f} % busy in the last {LOOKED_AT_S:g} s, and times measured "
-            "beside other work are no times to keep: end it, and start again."
+            f"This machine's processors were {busy:.0f} % busy in the last {LOOKED_AT_S:g} s, and times are measured "
+            "without other work: end it, and start again."
         )
 
 
@@ -109,10 +100,8 @@ def main() -> None:
             failed.append(f"{path.relative_to(REPOSITORY)}: {error}")
     for path in sorted(records.keys() - commands.keys()):
         print(f"left out: {path.relative_to(REPOSITORY)}")
-    print(
-        "\n".join(f"FAILED: {line}" for line in failed)
-        or f"{len(commands)} records are new; `make tables` renders them"
-    )
+    said = "\n".join(f"FAILED: {line}" for line in failed)
+    print(said or f"{len(commands)} records are new; `make tables` renders them")
     sys.exit(bool(failed))
 
 

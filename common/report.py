@@ -20,7 +20,7 @@ from common.base.errors import BadInputError
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.base.specs import TASKS, is_registered
+from common.base.specs import TASKS
 from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.chats import side_by_side
 from common.reporting.layout import on_screen
@@ -82,21 +82,19 @@ def _results(options: argparse.Namespace) -> str:
     if options.results:
         found = called(found, options.results)
     shown = [run for run in found if run["status"] == "completed" or options.results]
-    known = [run for run in shown if is_registered(run)]
-    in_common = [run for run in known if not TASKS[task_of(run)].has_own_tables]
+    in_common = [run for run in shown if not TASKS[task_of(run)].reporting]
     if options.json:
         return json.dumps(side_by_side(in_common).to_dict(), indent=2)
     hidden = len(found) - len(shown)
     parts = [f"{hidden} runs that did not complete are hidden: name them, or '*' for all"] if hidden else []
     if in_common:
         parts += [on_screen(side_by_side(in_common)), LEGEND]
-    done = {task_of(run) for run in known if run["status"] == "completed"}
+    done = {task_of(run) for run in shown if run["status"] == "completed"}
     for name, task in TASKS.items():
-        if task.has_own_tables and name in done:
-            parts += [task.title, own_tables(task).results_text(known)]
+        if task.reporting and name in done:
+            parts += [task.title, own_tables(task).results_text(shown)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in in_common]  # fmt: skip
-    parts += [f"{run['run_name']}: of something that is not registered here" for run in shown if run not in known]
     return "\n\n".join(parts)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.parsing import OneSentenceParser
-from common.base.paths import REPOSITORY
+from common.base.paths import from_repository
 from common.records.store import keep_record
 
 
@@ -14,8 +14,7 @@ def main() -> None:
     parser = OneSentenceParser(description="Keep the record of a run: copy it where it is committed.")
     parser.add_argument("results_folder", type=Path, help="<run folder>/results/<name>")
     kept = keep_record(parser.parse_args().results_folder)
-    where = kept.relative_to(REPOSITORY) if kept.is_relative_to(REPOSITORY) else kept
-    print(f"kept {where}; `make tables` renders it")
+    print(f"kept {from_repository(kept)}; `make tables` renders it")
 
 
 if __name__ == "__main__":

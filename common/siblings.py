@@ -3,10 +3,8 @@
     python -m common.siblings            copy each technique's first run folder to its siblings
     python -m common.siblings --check    exit 1 where a sibling is no copy
 
-The source is the folder `run_0_...`. A sibling's own is the literal in its `my_workflow_*.py` (or, where several
-workflows share it, in `my_utils_*.py`); from it follow the parameters cells of its notebooks, its
-`my_accelerate_config.yaml` and the number of processes in its docstring.
-A notebook's outputs stay where its cells do.
+The source is the folder `run_0_...`. From a sibling's literal follow the parameters cells of its notebooks, its
+`my_accelerate_config.yaml` and the number of processes in its docstring. A notebook's outputs stay where its cells do.
 """
 
 import ast
@@ -15,6 +13,9 @@ import re
 import shlex
 import sys
 from pathlib import Path
+
+import nbformat
+import yaml
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -26,16 +27,6 @@ from common.base.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
-ACCELERATE_CONFIG = """\
-# {comment}
-compute_environment: LOCAL_MACHINE
-distributed_type: {distributed_type}
-use_cpu: {use_cpu}
-num_machines: {nodes}
-{port}num_processes: {devices}
-machine_rank: 0
-mixed_precision: 'no'
-{more}"""
 COMMENTS = {
     "CPU": """\
 One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
@@ -46,11 +37,6 @@ One rank per GPU; they talk over NCCL. Precision is the run's own setting, so th
 DeepSpeed's settings stand in {DEEPSPEED_CONFIG_NAME}, for scripts of your own, too (the values `auto` are filled in
 # by Accelerate there, by this run here).""",
 }
-OF_DEEPSPEED = f"""\
-deepspeed_config:
-  deepspeed_config_file: {DEEPSPEED_CONFIG_NAME}
-  zero3_init_flag: false
-"""
 TORCHRUN = shlex.join(nodes_command(1, 0)).replace(" 0 ", r" \d+ ")
 ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
 ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank NUMBER --main_process_ip ADDRESS"
@@ -61,15 +47,19 @@ PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", r
 def accelerate_config(run: RunConfig) -> str:
     """Return the file that `accelerate launch --config_file` takes."""
     kind = "CPU" if run.device == "cpu" else "DEEPSPEED" if run.parallelism.uses_deepspeed else "GPU"
-    return ACCELERATE_CONFIG.format(
-        comment=COMMENTS[kind],
-        distributed_type="DEEPSPEED" if kind == "DEEPSPEED" else "MULTI_GPU",
-        use_cpu=str(kind == "CPU").lower(),
-        nodes=run.nodes,
-        port="main_process_port: 29500\n" if run.nodes > 1 else "",
-        devices=run.devices,
-        more=OF_DEEPSPEED if kind == "DEEPSPEED" else "",
-    )
+    of_deepspeed = {"deepspeed_config_file": DEEPSPEED_CONFIG_NAME, "zero3_init_flag": False}
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED" if kind == "DEEPSPEED" else "MULTI_GPU",
+        "use_cpu": kind == "CPU",
+        "num_machines": run.nodes,
+        **({"main_process_port": 29500} if run.nodes > 1 else {}),
+        "num_processes": run.devices,
+        "machine_rank": 0,
+        "mixed_precision": "no",
+        **({"deepspeed_config": of_deepspeed} if kind == "DEEPSPEED" else {}),
+    }
+    return f"# {COMMENTS[kind]}\n{yaml.safe_dump(settings, sort_keys=False)}"
 
 
 def _module_for(run: RunConfig, source: Path, own: Path) -> str:
@@ -106,8 +96,6 @@ def parameters_for(run: RunConfig, cell: str) -> str:
 
 def _notebook_for(run: RunConfig, source: Path, sibling: Path) -> str:
     """Return the source's cells with the sibling's parameters, and its own outputs where the cells are the same."""
-    import nbformat  # here: it takes a second, and every run imports this module
-
     notebook = nbformat.read(source, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -126,7 +114,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
     if folder != source and run.nodes == 1:  # a notebook starts no ranks on other machines
         contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
-    if run.parallelism.replicates or run.is_sharded:
+    if run.parallelism.replicates or run.parallelism.shards:
         contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)
     if run.parallelism.uses_deepspeed:
         contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"
@@ -134,11 +122,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
 
 
 def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
-    """Return the files of run folders that are not what they should be, with what they should hold.
-
-    Raises:
-        BadInputError: A literal names another run folder than the one it stands in.
-    """
+    """Return the files of run folders that are not what they should be, with what they should hold."""
     stale, folders = {}, run_folders(root)
     for folder, run in folders.items():
         place = str(folder.relative_to(root))

@@ -11,8 +11,6 @@ Valohai puts the files of an input into a folder, and reads metadata of an outpu
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
@@ -23,44 +21,37 @@ JOIN_TIMEOUT_S = 900
 """How long machines wait for each other, which install at different speeds."""
 
 
-def torchrun_options() -> str:
-    """Return torchrun's options on this machine of a distributed task, by Valohai's own library; one rank on each.
-
-    Raises:
-        BadInputError: Valohai does not say where the machines meet.
-    """
-    with _told_where_machines_meet():
-        from valohai import distributed
-
-        count, first, own = distributed.required_count, distributed.master(), distributed.me()
-        endpoint, address = f"{first.primary_local_ip}:29400", own.primary_local_ip
-    return (
-        f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --local_addr {address} "
-        f"--rdzv_conf is_host={int(own.is_master)},join_timeout={JOIN_TIMEOUT_S}"
-    )
-
-
-def world_options() -> str:
-    """Return the run's settings that say how many machines a distributed task has.
+def members() -> tuple[int, str, str, bool]:
+    """Return how many machines a distributed task has, the first one's address, our own, and whether we are the first.
 
     Raises:
         BadInputError: Valohai does not say so.
     """
-    with _told_where_machines_meet():
+    try:
         from valohai import distributed
 
-        return f"--devices {distributed.required_count} --nodes {distributed.required_count}"
-
-
-@contextmanager
-def _told_where_machines_meet() -> Iterator[None]:
-    try:
-        yield
+        first, own = distributed.master(), distributed.me()
+        return distributed.required_count, first.primary_local_ip, own.primary_local_ip, own.is_master
     except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
         raise BadInputError(
             f"Valohai does not say where the machines of a distributed task meet ({type(error).__name__}: {error}): "
             "start the step as a Task of the type Distributed, with valohai-utils installed."
         ) from None
+
+
+def torchrun_options() -> str:
+    """Return torchrun's options on this machine of a distributed task; one rank on each."""
+    count, first, own, is_first = members()
+    return (
+        f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {first}:29400 --local_addr {own} "
+        f"--rdzv_conf is_host={int(is_first)},join_timeout={JOIN_TIMEOUT_S}"
+    )
+
+
+def world_options() -> str:
+    """Return the run's settings that say how many machines a distributed task has."""
+    count, *_ = members()
+    return f"--devices {count} --nodes {count}"
 
 
 def data_option(inputs: Path) -> str:
@@ -74,9 +65,6 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
 
     Together they become a version of the dataset `alias`, to which its alias of the same name points from now on:
     `dataset://ALIAS/ALIAS` is a folder that loads. The weights alone are `datum://ALIAS`.
-
-    Raises:
-        BadInputError: There is more than one model.
     """
     models = sorted(outputs.glob("results/*/model"))
     if len(models) > 1:
@@ -95,20 +83,17 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
+    printed = {
+        "torchrun-options": torchrun_options,
+        "world-options": world_options,
+        "data-option": lambda: data_option(Path(os.environ.get("VH_INPUTS_DIR", "/valohai/inputs"))),
+    }
     parser = OneSentenceParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("torchrun-options", help="print torchrun's options on this machine of a distributed task")
-    commands.add_parser("world-options", help="print the settings that say how many machines such a task has")
-    commands.add_parser("data-option", help="print `--data FOLDER` if the step got files as its input `data`")
-    naming = commands.add_parser("name-model", help="write the metadata that names the model's files in Valohai")
-    naming.add_argument("--alias", required=True, help="the model's name; an empty one: none")
+    parser.add_argument("command", choices=[*printed, "name-model"])
+    parser.add_argument("--alias", default="", help="with name-model: the model's name; an empty one: none")
     options = parser.parse_args()
-    if options.command == "torchrun-options":
-        print(torchrun_options())
-    elif options.command == "world-options":
-        print(world_options())
-    elif options.command == "data-option":
-        print(data_option(Path(os.environ.get("VH_INPUTS_DIR", "/valohai/inputs"))))
+    if options.command in printed:
+        print(printed[options.command]())
     elif not options.alias:
         print("The model gets no alias.")
     else:

@@ -453,8 +453,8 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: each member of a Valohai task takes itself for the first",
         "common/valohai_step.py",
-        "{first.primary_local_ip}:29400",
-        "{own.primary_local_ip}:29400",
+        "{first}:29400",
+        "{own}:29400",
         _unit("valohai_step", "members_meet_at_the_first_one"),
     ),
     Fault(

@@ -22,6 +22,7 @@ from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
 from common.checks.run_start import run_started
 from common.data.rows import Splits
+from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
@@ -29,7 +30,6 @@ from common.tasks.preferences import evaluate_preferences
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
-from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
     task="preferences",

@@ -13,30 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from common.base.asked_to_save import remember_if_asked
-from common.base.errors import (
-    AskedToEndError,
-    BadInputError,
-    RunStoppedError,
-    is_of_the_network,
-    said_by,
-    shortened,
-    when_told_to_end,
-)
+from common.base.errors import AskedToEndError, BadInputError, RunStoppedError, first_sentence, is_lost_peer, shortened
 from common.base.inert import printable
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
+from common.base.signals import on_end_signal, remember_if_asked
 from common.base.torchrun import check_told, is_of_torchrun
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 CLOSED_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 ASKED_TO_END_EXIT_CODE = 128 + signal.SIGUSR1
-TOLD_ALONE = (
-    f"error: this run was told to end ({{}}); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
-)
+RESUMES = f"--resume_from_checkpoint {LAST} resumes from the newest checkpoint"
 FAULT = "a fault of this project, or of code that was changed"
 SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
 
@@ -50,13 +40,13 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 
 @contextmanager
 def ended_by_one_sentence() -> Iterator[None]:
-    """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1.
+    """End a run as `refused_in_one_sentence` does, and say how to resume one that was stopped.
 
-    A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
+    Exit codes: 130 interrupted, 138 ended as its scheduler has asked (SIGUSR1), 1 another rank is gone.
     """
     refuse_half_a_rank()
     if not is_of_torchrun() and threading.current_thread() is threading.main_thread():
-        say_when_told_to_end(TOLD_ALONE)
+        say_when_told_to_end(f"error: this run was told to end ({{}}); {RESUMES}.")
     with refused_in_one_sentence():
         try:
             yield
@@ -65,16 +55,16 @@ def ended_by_one_sentence() -> Iterator[None]:
             rank = os.environ.get("RANK", "0")
             if isinstance(error, KeyboardInterrupt):
                 if rank == "0":
-                    said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
-                    print(said, file=sys.stderr)
+                    print(f"error: interrupted; {RESUMES}.", file=sys.stderr)
                 sys.exit(INTERRUPTED_EXIT_CODE)
             if isinstance(error, AskedToEndError):
                 _say_once(error)
                 sys.exit(ASKED_TO_END_EXIT_CODE)
-            if isinstance(error, RuntimeError) and is_of_the_network(error):
+            if isinstance(error, RuntimeError) and is_lost_peer(error):
                 sys.exit(
-                    f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; "
-                    f"where it says nothing, it was killed, possibly as memory ran out (dmesg). {how_to_resume()}"
+                    f"error: rank {rank} ends, as another rank is gone ({first_sentence(error)}): that one's output "
+                    "says why; where it says nothing, it was killed, possibly as memory ran out (dmesg). "
+                    f"{how_to_resume()}"
                 )
             raise
 
@@ -90,7 +80,7 @@ def refuse_half_a_rank() -> None:
 
 def say_when_told_to_end(said: str) -> None:
     """Leave this process with `said`, and so with a record, at a signal to end, whose name takes the place of `{}`."""
-    when_told_to_end(lambda number, _: sys.exit(said.format(signal.Signals(number).name)))
+    on_end_signal(lambda number, _: sys.exit(said.format(signal.Signals(number).name)))
 
 
 def how_to_resume() -> str:
@@ -156,7 +146,7 @@ def _say_once(error: Exception) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {_sayable(error)}", file=sys.stderr)
     else:
-        when_told_to_end(signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
+        on_end_signal(signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
         time.sleep(SPEAK_FIRST_S)
 
 

@@ -2,20 +2,24 @@
 
 import errno
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
 
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
-"""What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
 GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[(\S*/)?gloo/\S+\.(cc|h):\d+\]")
 """How gloo's errors begin, which have no class of their own: with the place in its source."""
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
+MOST_SAID = 4_000  # characters of an error
+
+
+class BadInputError(ValueError):
+    """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
+
+
+class NotPlannedError(BadInputError):
+    """The planner, or a dry run, has no formula for what is asked: a run goes on without it, a command cannot."""
 
 
 class RunStoppedError(RuntimeError):
@@ -26,37 +30,10 @@ class AskedToEndError(RunStoppedError):
     """Raised on every rank when a run ends as its scheduler has asked, and all that it needs to resume is saved."""
 
 
-def when_told_to_end(do: Callable[..., object] | int | None) -> dict[signal.Signals, Any]:
-    """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can.
-
-    A signal that is ignored stays so: nohup has SIGHUP ignored.
-    """
-    heard = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, do) for number in heard}
-
-
-@contextmanager
-def told_later() -> Iterator[None]:
-    """Hold back signals to end until the block is left, such as one that arrives while a failure is being recorded."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    told: list[int] = []
-    before = when_told_to_end(lambda number, _: told.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-    if told:
-        signal.raise_signal(told[0])
-
-
-def is_of_the_network(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error means that another rank is gone.
 
-    NCCL's errors have a single class for everything, but its own out-of-memory error, or two ranks on one GPU, are no
-    lost rank.
+    NCCL's errors have a single class for everything, also for its own lack of memory and two ranks on one GPU.
     """
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
@@ -71,7 +48,7 @@ def is_full_disk(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
 
 
-def said_by(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """Return the first sentence of a library's error, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\]\s*", "", lines[0]).partition(". ")[0][:200].rstrip(".")
@@ -79,17 +56,13 @@ def said_by(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> str:
     """Return the status of a run that ended with `error`: `interrupted`, `oom` or `failed`."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | AskedToEndError):  # the second: told to end
+    if isinstance(error, KeyboardInterrupt | SystemExit | AskedToEndError):  # SystemExit: told to end
         return "interrupted"
     name = type(error).__name__
     is_of_nccls_buffers = name == "DistBackendError" and "out of memory" in str(error)
     if isinstance(error, MemoryError) or name == "OutOfMemoryError" or is_of_nccls_buffers:
         return "oom"
     return "failed"
-
-
-MOST_SAID = 4_000
-"""Characters of an error."""
 
 
 def shortened(said: str) -> str:
@@ -101,10 +74,6 @@ def begin_of(value: object, length: int = 80) -> str:
     """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 1]}…"
-
-
-class BadInputError(ValueError):
-    """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
 
 
 @contextmanager
@@ -127,11 +96,11 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
         raise
     except BaseException as error:
         is_of_rust = type(error).__name__ == "PanicException"  # of tokenizers and safetensors; no Exception to Python
-        is_lost_rank = "torch.distributed" in sys.modules and is_of_the_network(error)
-        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or is_lost_rank
+        is_lost = "torch.distributed" in sys.modules and is_lost_peer(error)
+        is_of_machine = is_full_disk(error) or status_of(error) == "oom" or is_lost
         if is_of_machine or not (is_of_rust or isinstance(error, Exception)):
             raise
-        why = f"{type(error).__name__}: {said_by(error)}"
+        why = f"{type(error).__name__}: {first_sentence(error)}"
         raise BadInputError(f"{what} cannot be {done} ({why}). {next_step}".rstrip()) from error
 
 

@@ -46,9 +46,5 @@ def markdown_cell(value: object) -> object:
 
 
 def json_in_html(value: object) -> str:
-    """Return a value as JSON for a `<script>` element: no text in it ends that element, or begins a comment.
-
-    Raises:
-        ValueError: a number is not finite, which JSON has not.
-    """
+    """Return a value, of finite numbers, as JSON for a `<script>` element: no text in it ends that element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

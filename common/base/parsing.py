@@ -2,11 +2,9 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 from textwrap import fill
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import yaml
 from trl import TrlParser
@@ -47,8 +45,7 @@ class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter):
 class OneSentenceParser(argparse.ArgumentParser):
     """A parser that refuses in one sentence, as the rest does, and names the option or choice that was probably meant.
 
-    Attributes:
-        further_options: Options that another parser reads before this one, and that may have been meant.
+    That may also be one of `further_options`, which another parser reads before this one.
     """
 
     def __init__(self, *args: Any, further_options: Iterable[str] = (), **kwargs: Any) -> None:
@@ -149,8 +146,6 @@ class SettingsParser(OneSentenceParser, TrlParser):
                 f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
             )
         values = {str(name): value for name, value in found.items()}
-        groups = map(fields, self.dataclass_types)
-        switches = {each.name for each in chain(*groups) if bool in (each.type, *get_args(each.type))}
         for option in self._actions:
             value = values.get(option.dest)
             if isinstance(option, argparse._AppendAction):
@@ -158,9 +153,9 @@ class SettingsParser(OneSentenceParser, TrlParser):
             elif not isinstance(value, str | bool | None):
                 raise BadInputError(
                     f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
-                    "several names as on the command line, with commas between."
+                    "several names with commas between."
                 )
-            elif option.dest in switches and isinstance(value, str):
+            elif option.const is True and isinstance(value, str):  # a switch
                 values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
         return values
 
@@ -176,10 +171,9 @@ def settings_parser(defaults: RunConfig, **for_argparse: Any) -> SettingsParser:
 def parse_overrides(
     defaults: RunConfig, arguments: Sequence[str] | None = None, further_options: Iterable[str] = ()
 ) -> RunConfig:
-    """Return `defaults` with the settings of the command line, or of its YAML file, in place of its own.
+    """Return `defaults` with the settings of the command line, or of its YAML file, as `RunConfig.changed_to` does.
 
-    Those of `defaults` that mean nothing for the run any more, such as the rank of adapters with `--technique full`,
-    fall to their defaults. `further_options` are those that the caller has read already.
+    `further_options` are those that the caller has read already.
 
     Raises:
         SystemExit: with code 2 for an unknown field or a value of the wrong kind (argparse's own sentence).

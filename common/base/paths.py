@@ -12,6 +12,11 @@ def find_here(name: str | Path, is_it: Callable[[str | Path], bool] = os.path.ex
     return next((Path(place) for place in (os.path.expanduser(name), REPOSITORY / name) if is_it(place)), None)
 
 
+def from_repository(path: Path) -> Path:
+    """Return an absolute path as it is named from the repository's root, where it is below it."""
+    return path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
+
+
 def is_embedded(source: str) -> bool:
     """Return whether a file or folder is one of the repository's own data or models."""
     return any(Path(place).resolve().is_relative_to(REPOSITORY / "assets") for place in (source, REPOSITORY / source))

@@ -14,15 +14,14 @@ from contextlib import contextmanager
 
 from common.base.secrets import without_secrets
 
+Print = Callable[..., None]
+
 
 def print_figures(figures: Mapping[str, float]) -> None:
     """Print metrics as one line of JSON, as Valohai plots them: without a rank's prefix, and without `nan`."""
     numbers = {name: value for name, value in figures.items() if math.isfinite(value)}
     sys.stdout.write(json.dumps(numbers) + "\n")  # `print` puts the prefix before it
     sys.stdout.flush()
-
-
-Print = Callable[..., None]
 
 
 def rank_prefix(rank: int, device: str, host: str = "") -> str:
@@ -33,11 +32,7 @@ def rank_prefix(rank: int, device: str, host: str = "") -> str:
 
 
 def prefixed_print(prefix: str, original: Print) -> Print:
-    """Return `original` (a `print`) with `prefix` before each line that goes to the screen.
-
-    `sep`, `end`, `file`, `flush` and any object keep their meaning. A line printed in pieces (`end=""`) gets one
-    prefix. What is printed into any other file than stdout and stderr passes through unchanged.
-    """
+    """Return `original` (a `print`) with `prefix` before each line for stdout or stderr, also one printed in pieces."""
     at_line_start: dict[int, bool] = {}
 
     def print_with_prefix(*objects: object, sep: str | None = None, end: str | None = None,

@@ -36,8 +36,6 @@ LARGEST = 2**31 - 1  # what the libraries below count with
 OF_FILES = ("model", "data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
 LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
-Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
-
 
 def not_meant_for(run: "RunConfig") -> dict[str, str]:
     """Return the settings that mean nothing for a run, each with the runs that it is for."""
@@ -46,11 +44,7 @@ def not_meant_for(run: "RunConfig") -> dict[str, str]:
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Raises:
-        BadInputError: with all of them.
-    """
+    """Refuse, by BadInputError, a setting that is none of its choices."""
     choices = list(choices)
     if value not in choices:
         meant = closest(value, choices)
@@ -76,49 +70,28 @@ class RunConfig(
 ):
     """One fine-tuning run: every group's settings. A run folder's literal holds only what differs from the defaults.
 
-    Raises:
-        BadInputError: a value is out of its range or means nothing for the run, or two values contradict each other.
+    A value out of its range, or one that means nothing for the run, or contradicts another, raises BadInputError.
     """
 
     def __post_init__(self) -> None:
         self.check_each()
         self._check_secrets()
-        complaint = next(contradictions(self), None)
-        if complaint:
-            raise BadInputError(complaint)
+        if refusal := next((sentence for is_broken, sentence in _rules_for(self) if is_broken), ""):
+            raise BadInputError(refusal)
 
     def check_each(self) -> None:
-        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with.
-
-        Raises:
-            BadInputError: with the setting and its value.
-        """
-        hints = _types_of(type(self))
+        """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with."""
         for each in fields(self):
-            value, expected = getattr(self, each.name), hints[each.name]
-            known = get_args(expected) if get_origin(expected) is Literal else each.metadata.get("choices")
-            if known is not None:
-                check_choice(each.name, value, known)
-            elif isinstance(value, bool) != (expected is bool) or not isinstance(
-                value, (int, float) if expected is float else expected
-            ):
-                raise BadInputError(f"{each.name} is {value!r}, but must be of type {expected.__name__}.")
-            elif expected is not str and not abs(value) <= LARGEST:  # also of nan
-                raise BadInputError(
-                    f"{each.name} is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass a number "
-                    f"such as {each.default}."
-                )
-            elif expected is str and "\0" in value:
-                raise BadInputError(f"{each.name} has a zero byte in it: remove it.")
-            elif each.name in OF_FILES and "://" not in value and max(map(_bytes_in, value.split("/"))) > LONGEST_NAME:
-                raise BadInputError(
-                    f"{each.name} is {begin_of(value, 40)}, but a file's name has at most {LONGEST_NAME} bytes: "
-                    "correct it."
-                )
-            for allowed in LIMITS[each.name]:
-                if isinstance(allowed, Range) and not allowed.holds(value):
-                    refusal = allowed.refusal.format(name=each.name, value=value, default=each.default)
-                    raise BadInputError(refusal)
+            value, kind = getattr(self, each.name), _types_of(type(self))[each.name]
+            choices = get_args(kind) if get_origin(kind) is Literal else each.metadata.get("choices")
+            if choices is not None:
+                check_choice(each.name, value, choices)
+            elif wrong := _wrong_with(value, kind, each.default, each.name in OF_FILES):
+                raise BadInputError(f"{each.name} {wrong}")
+            for limit in LIMITS[each.name]:
+                if isinstance(limit, Range) and not limit.holds(value):
+                    refusal = limit.refusal.format(name=each.name, default=each.default)
+                    raise BadInputError(f"{each.name} is {value}{refusal}")
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -150,11 +123,6 @@ class RunConfig(
     def ranks_per_node(self) -> int:
         """Ranks on each machine."""
         return self.world_size // self.nodes
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks hold parts of what is trained."""
-        return bool(self.parallelism.shards)
 
     @property
     def stage_count(self) -> int:
@@ -201,8 +169,7 @@ class RunConfig(
     def peak_learning_rate(self) -> float:
         """The learning rate after warm-up, scaled with the ranks: sqrt as in Krizhevsky 2014, linear as in Goyal 2017.
 
-        (Krizhevsky, "One weird trick for parallelizing convolutional neural networks"; Goyal et al., "Accurate, Large
-        Minibatch SGD".)
+        ("One weird trick for parallelizing convolutional neural networks"; "Accurate, Large Minibatch SGD".)
         """
         factors = {"none": 1, "sqrt": math.sqrt(self.data_parallel_ranks), "linear": self.data_parallel_ranks}
         return self.learning_rate * factors[self.learning_rate_scaling]
@@ -220,8 +187,7 @@ class RunConfig(
     def of_record(cls, config: dict[str, Any]) -> "RunConfig":
         """Return the run that a record describes, without settings that meant nothing for it: older runs took them.
 
-        Raises:
-            BadInputError: as when a run is made, or it has a setting that this code does not know.
+        One with a setting that this code does not know raises BadInputError.
         """
         config = {name: value for name, value in config.items() if name not in GONE}
         unknown = config.keys() - DEFAULTS.keys()
@@ -231,11 +197,7 @@ class RunConfig(
         return cls(**{name: value for name, value in config.items() if name not in idle})
 
     def changed_to(self, **changes: Any) -> "RunConfig":
-        """Return the same run with other settings; those that mean nothing for it any more fall to their defaults.
-
-        Raises:
-            BadInputError: as when a run is made.
-        """
+        """Return the same run with other settings; those that mean nothing for it any more fall to their defaults."""
         settings = {**self.to_dict(), **changes}
         idle = idle_settings(settings)
         settings |= {name: getattr(RunConfig, name) for name in idle if name not in changes}
@@ -247,8 +209,21 @@ GONE = {"max_batch_tokens", "prefetch", "wrap"}
 """Settings that older records have: how steps were divided, which what was trained does not show."""
 
 
-def _bytes_in(name: str) -> int:
-    return len(name.encode(errors="surrogateescape"))
+def _wrong_with(value: object, kind: type, default: object, is_of_a_file: bool) -> str:
+    """Return why a setting of this kind cannot have this value; empty = it can."""
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
+        return f"is {value!r}, but must be of type {kind.__name__}."
+    if kind is not str:
+        beyond = (
+            f"is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass a number such as {default}."
+        )
+        return "" if abs(value) <= LARGEST else beyond  # nan is beyond, too
+    if "\0" in value:
+        return "has a zero byte in it: remove it."
+    parts = [] if "://" in value or not is_of_a_file else value.split("/")
+    if any(len(part.encode(errors="surrogateescape")) > LONGEST_NAME for part in parts):
+        return f"is {begin_of(value, 40)}, but a file's name has at most {LONGEST_NAME} bytes: correct it."
+    return ""
 
 
 class _Unchecked(RunConfig):
@@ -259,11 +234,7 @@ class _Unchecked(RunConfig):
 
 
 def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for.
-
-    Raises:
-        BadInputError: see `RunConfig.check_each`.
-    """
+    """Return those of settings with known names that mean nothing for their run, each with the runs that it is for."""
     run = _Unchecked(**settings)
     run.check_each()  # before it is asked what its names mean
     return not_meant_for(run)
@@ -272,242 +243,103 @@ def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
 _types_of = cache(get_type_hints)
 
 
-def contradictions(run: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each setting that means nothing for the run, or excludes another, and what to do instead."""
+def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
+    """Yield for each setting that means nothing for the run, or excludes another, whether it is set, and a refusal."""
     for name, runs in not_meant_for(run).items():
         value = getattr(run, name)
-        if value != getattr(RunConfig, name):
-            yield f"{name} is {value}, which is for {runs}: leave --{name} out."
-    rules = (
-        *_about_devices(run),
-        *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
-        *(_about_sharding(run) if run.is_sharded else ()),
-        *(_about_compiling(run) if run.torch_compile else ()),
-        *(_about_multiples(run) if run.pad_to_multiple_of else ()),
-        *_about_task(run),
-        *_about_padding(run),
-        *(_about_tensor_parallel(run) if run.parallelism.splits_matrices else ()),
-        *(_about_flash_attention(run) if run.attention.startswith("flash") else ()),
-        *_about_weights_and_names(run),
-    )
-    for is_broken, sentence in rules:
-        if is_broken:
-            yield sentence
-
-
-def _about_devices(run: RunConfig) -> tuple[Rule, ...]:
-    sharing = run.parallelism
+        yield value != DEFAULTS[name], f"{name} is {value}, which is for {runs}: leave --{name} out."
+    sharing, goal, devices, parts = run.parallelism, run.goal, run.devices, run.micro_batches
     on_one_cpu = sharing.layers_in_turn and run.device == "cpu"
-    return (
-        (
-            sharing.is_single and run.devices != 1,
-            f"devices is {run.devices}, but parallel is single: pass --devices 1, or --parallel ddp where the "
-            "folder takes it (2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full, with sharding or DDP).",
-        ),
-        (
-            on_one_cpu and run.devices != 1,
-            f"devices is {run.devices}, but on CPU model parallel has one device: pass --devices 1, and --stages "
-            f"{run.devices} to divide the layers as for so many.",
-        ),
-        (
-            run.stages and run.stages != run.devices and not on_one_cpu,
-            f"stages is {run.stages}, but there is one for each of {run.devices} devices: leave --stages out.",
-        ),
-        (
-            sharing.splits_layers and run.stage_count < 2,
-            f"parallel is {run.parallel}, but there is one stage: pass --{'stages' if on_one_cpu else 'devices'} 2 "
-            "or more.",
-        ),
-        (
-            (sharing.shards or sharing.splits_matrices) and run.devices < 2,
-            f"parallel is {run.parallel}, but there is {run.devices} device, and nothing to divide: pass --devices 2 "
-            "or more, or go to 2.4 (full fine-tuning on one device).",
-        ),
-        (
-            run.devices % run.nodes,
-            f"devices is {run.devices}, over all machines, and cannot be spread evenly over {run.nodes} nodes: pass "
-            f"--devices {-(-run.devices // run.nodes) * run.nodes}.",
-        ),
-    )
-
-
-def _about_micro_batches(run: RunConfig) -> tuple[Rule, ...]:
-    rows, parts = run.per_device_train_batch_size, run.micro_batches
-    return (
-        (
-            run.schedule == "1f1b" and parts < run.devices,
-            f"micro_batches is {parts}, but 1F1B needs one for each of {run.devices} stages: "
-            f"pass --micro_batches {run.devices}, or --schedule gpipe.",
-        ),
-        (
-            rows % parts,
-            f"per_device_train_batch_size is {rows}, which {parts} micro-batches do not divide: pass "
-            f"--per_device_train_batch_size {rows - rows % parts or parts}, or --micro_batches with a divisor.",
-        ),
-        (
-            run.precision == "fp16-mixed",
-            "precision is fp16-mixed, which pp does not scale losses for: pass bf16-mixed or fp32.",
-        ),
-        (run.device_map == "auto", "device_map is auto, which is for mp: pass balanced, even, or a JSON file."),
-    )
-
-
-def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
-    return (
+    rows, multiple = run.per_device_train_batch_size, run.pad_to_multiple_of or 1
+    limits = ("max_length", "max_target_length") if goal.summarizes else ("max_length",)
+    limit = next((name for name in limits if getattr(run, name) % multiple), limits[0])
+    longest, uses_flash = getattr(run, limit), run.attention.startswith("flash")
+    in_16_bits = run.precision == "bf16" or (run.precision == "fp16-mixed" and run.method.has_plain_adapters)
+    is_fp32_or_bf16_mixed = run.precision in ("fp32", "bf16-mixed")
+    yield from (
+        # devices
+        (sharing.is_single and devices != 1,
+         f"devices is {devices}, but parallel is single: pass --devices 1, or --parallel ddp where the folder takes it "
+         "(2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full)."),
+        (on_one_cpu and devices != 1,
+         f"devices is {devices}, but on CPU model parallel has one device: pass --devices 1, and --stages {devices} to "
+         "divide the layers as for so many."),
+        (run.stages not in (0, devices) and not on_one_cpu,
+         f"stages is {run.stages}, but there is one for each of {devices} devices: leave --stages out."),
+        (sharing.splits_layers and run.stage_count < 2,
+         f"parallel is {run.parallel}, but there is one stage: pass --{'stages' if on_one_cpu else 'devices'} 2 or "
+         "more."),
+        (sharing.divides_tensors and devices < 2,
+         f"parallel is {run.parallel}, but there is {devices} device, and nothing to divide: pass --devices 2 or more, "
+         "or go to 2.4 (full fine-tuning on one device)."),
+        (devices % run.nodes,
+         f"devices is {devices}, over all machines, and cannot be spread evenly over {run.nodes} nodes: pass --devices "
+         f"{-(-devices // run.nodes) * run.nodes}."),
         (run.unshardable(), run.unshardable()),
-        (
-            run.offload == "cpu" and run.device == "cpu",
-            "offload is cpu, but device is cpu, where shards are already: leave --offload out.",
-        ),
-        (
-            run.method.quantizes and not run.parallelism.takes_4_bits,
-            f"technique is {run.technique}, but parallel is {run.parallel}: weights in 4 bits are sharded by fsdp, or "
-            "whole on each rank with ddp (2.3).",
-        ),
-        (
-            run.precision == "bf16-mixed" and run.parallelism.uses_deepspeed,
-            f"precision is bf16-mixed, but parallel is {run.parallel}, and DeepSpeed's bf16 keeps an fp32 copy of "
-            "the weights already: pass --precision bf16.",
-        ),
-        (
-            run.precision == "fp16-mixed",
-            f"precision is fp16-mixed, which {run.parallel} does not scale losses for here: pass bf16-mixed, bf16 "
-            "or fp32.",
-        ),
-        (
-            run.optim not in SHARDED_OPTIMIZERS,
-            f"optim is {run.optim}, which {run.parallelism.sharded_by} cannot divide: choose one of "
-            f"{', '.join(SHARDED_OPTIMIZERS)}.",
-        ),
-    )
-
-
-def _about_compiling(run: RunConfig) -> tuple[Rule, ...]:
-    sharing = run.parallelism
-    return (
-        (
-            not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
-            f"torch_compile is True, but parallel is {run.parallel}, which compiled layers are not tested with: pass "
-            "it as false, or --parallel single, ddp or fsdp.",
-        ),
-        (
-            run.loop != "trainer",
-            f"torch_compile is True, but loop is {run.loop}, which compiled layers are not tested with: pass it as "
-            "false.",
-        ),
-    )
-
-
-def _about_multiples(run: RunConfig) -> tuple[Rule, ...]:
-    multiple = run.pad_to_multiple_of
-    lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
-    uneven = next((name for name in lengths if getattr(run, name) % multiple), "")
-    longest = getattr(run, uneven or lengths[0])
-    return (
-        (
-            uneven,
-            f"pad_to_multiple_of is {multiple}, but {uneven} {longest} is no multiple of it, and the longest rows "
-            f"would be padded beyond it: pass --{uneven} {-(-longest // multiple) * multiple}.",
-        ),
-        (
-            run.is_padding_free,
-            f"pad_to_multiple_of is {multiple}, but padding_free is yes: leave one of the two out.",
-        ),
-    )
-
-
-def _about_task(run: RunConfig) -> tuple[Rule, ...]:
-    goal = run.goal
-    where = f" ({goal.folder_for_one.partition('_')[0]})" if goal.folder_for_one else ""
-    return (
-        (
-            run.technique not in goal.techniques or run.parallel not in goal.parallelisms,
-            f"task is {run.task}, but technique is {run.technique} and parallel {run.parallel}: it is done with "
-            f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{where}.",
-        ),
-        (
-            run.loop != "trainer" and run.precision not in ("fp32", "bf16-mixed"),
-            f"precision is {run.precision}, which the plain loops do not scale losses for or keep weights in: "
-            "pass --precision fp32 or bf16-mixed.",
-        ),
-        (
-            run.precision == "fp16-mixed" and run.method.has_plain_adapters and not run.freeze_vision_tower,
-            "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16, and its "
-            "losses are scaled for fp32 weights alone: pass --precision bf16-mixed or fp32.",
-        ),
-        (
-            run.partitions and run.partitions < run.data_parallel_ranks,
-            f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass at least one "
-            "for each, or 0.",
-        ),
-    )
-
-
-def _about_padding(run: RunConfig) -> tuple[Rule, ...]:
-    return (
-        (
-            run.is_padding_free and run.attention == "eager",
-            "padding_free is yes, but attention is eager, which does not separate rows: pass --attention sdpa.",
-        ),
-    )
-
-
-def _about_tensor_parallel(run: RunConfig) -> tuple[Rule, ...]:
-    return (
-        (
-            run.optim not in SHARDED_OPTIMIZERS,
-            f"optim is {run.optim}, which parts of a matrix are not tested with: choose one of "
-            f"{', '.join(SHARDED_OPTIMIZERS)}.",
-        ),
-        (
-            run.precision not in ("fp32", "bf16-mixed"),
-            f"parallel is {run.parallel}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed.",
-        ),
-        (
-            run.gradient_checkpointing,
-            f"gradient_checkpointing is True, which {run.parallel} is not tested with: pass it as false.",
-        ),
-    )
-
-
-def _about_flash_attention(run: RunConfig) -> tuple[Rule, ...]:
-    has_16_bits = run.precision == "bf16" or (run.precision == "fp16-mixed" and run.method.has_plain_adapters)
-    gathers_16_bits = run.precision == "bf16-mixed" and run.parallelism.uses_fsdp
-    return (
-        (
-            run.device == "cpu",
-            f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa.",
-        ),
-        (
-            not has_16_bits and not gathers_16_bits,
-            f"attention is {run.attention}, but precision is {run.precision}, whose weights are fp32, and the "
-            "base answers without autocast: pass --precision bf16, or --attention sdpa.",
-        ),
-    )
-
-
-def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
-    reason = run.parallelism.why_not_reentrant
-    return (
-        (
-            run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
-            f"target_modules is {run.target_modules}, but use_liger_kernel is True, and Liger's loss reads the head's "
-            "own weights without its adapter: leave lm_head or --use_liger_kernel out.",
-        ),
-        (
-            run.method.has_adapters and run.target_modules == "all",
-            "target_modules is all, but adapters stand beside linear layers: pass all-linear.",
-        ),
-        (
-            reason and run.use_reentrant,
-            f"use_reentrant is {run.use_reentrant}, but {reason}: leave --use_reentrant out.",
-        ),
-        (
-            run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
-            f"run_name {begin_of(run.run_name)!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
-        ),
-        (
-            SET_ASIDE.fullmatch(run.run_name),
-            f"run_name is {run.run_name}, and names that end so are kept for runs that were set aside: pass another.",
-        ),
-    )
+        (0 < run.partitions < run.data_parallel_ranks,
+         f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass one for each, or 0."),
+        # micro-batches
+        (sharing.pipelines and run.schedule == "1f1b" and parts < devices,
+         f"micro_batches is {parts}, but 1F1B needs one for each of {devices} stages: pass --micro_batches {devices}, "
+         "or --schedule gpipe."),
+        (rows % parts,
+         f"per_device_train_batch_size is {rows}, which {parts} micro-batches do not divide: pass "
+         f"--per_device_train_batch_size {rows - rows % parts or parts}, or --micro_batches with a divisor."),
+        (sharing.pipelines and run.device_map == "auto",
+         "device_map is auto, which is for mp: pass balanced, even, or a JSON file."),
+        # number formats
+        (run.method.quantizes and not sharing.takes_4_bits,
+         f"technique is {run.technique}, but parallel is {run.parallel}: weights in 4 bits are sharded by fsdp, or "
+         "whole on each rank with ddp (2.3)."),
+        (run.precision == "bf16-mixed" and sharing.uses_deepspeed,
+         f"precision is bf16-mixed, but parallel is {run.parallel}, and DeepSpeed's bf16 keeps an fp32 copy of the "
+         "weights already: pass --precision bf16."),
+        (run.precision == "fp16-mixed" and (sharing.pipelines or sharing.shards),
+         f"precision is fp16-mixed, which {run.parallel} does not scale losses for: pass bf16-mixed or fp32."),
+        (sharing.splits_matrices and not is_fp32_or_bf16_mixed,
+         f"parallel is {run.parallel}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed."),
+        (run.loop != "trainer" and not is_fp32_or_bf16_mixed,
+         f"loop is {run.loop}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed."),
+        (run.precision == "fp16-mixed" and run.method.has_plain_adapters and not run.freeze_vision_tower,
+         "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16, and losses "
+         "are scaled for fp32 weights alone: pass --precision bf16-mixed or fp32."),
+        # what is trained, and how
+        (run.technique not in goal.techniques or run.parallel not in goal.parallelisms,
+         f"task is {run.task}, but technique is {run.technique} and parallel {run.parallel}: it is done with "
+         f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{goal.number and f' ({goal.number})'}."),
+        (sharing.divides_tensors and run.optim not in SHARDED_OPTIMIZERS,
+         f"optim is {run.optim}, which {sharing.sharded_by or 'tensor parallelism'} cannot divide: choose one of "
+         f"{', '.join(SHARDED_OPTIMIZERS)}."),
+        (run.offload == "cpu" and run.device == "cpu",
+         "offload is cpu, but device is cpu, where shards are already: leave --offload out."),
+        (run.gradient_checkpointing and sharing.splits_matrices,
+         f"gradient_checkpointing is True, which {run.parallel} is not tested with: pass it as false."),
+        (run.torch_compile and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
+         f"torch_compile is True, but parallel is {run.parallel}, and compiled layers are tested with single, ddp and "
+         "fsdp alone: pass it as false."),
+        (run.torch_compile and run.loop != "trainer",
+         f"torch_compile is True, but loop is {run.loop}: pass it as false."),
+        (run.method.has_adapters and run.target_modules == "all",
+         "target_modules is all, but adapters stand beside linear layers: pass all-linear."),
+        (run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
+         f"target_modules is {run.target_modules}, but use_liger_kernel is True, and Liger's loss reads the head's own "
+         "weights without its adapter: leave lm_head or --use_liger_kernel out."),
+        # rows and attention
+        (longest % multiple,
+         f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it, and the longest rows would be "
+         f"padded beyond it: pass --{limit} {-(-longest // multiple) * multiple}."),
+        (multiple > 1 and run.is_padding_free,
+         f"pad_to_multiple_of is {multiple}, but padding_free is yes: leave one of the two out."),
+        (run.is_padding_free and run.attention == "eager",
+         "padding_free is yes, but attention is eager, which does not separate rows: pass --attention sdpa."),
+        (uses_flash and run.device == "cpu",
+         f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
+        (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),
+         f"attention is {run.attention}, but precision is {run.precision}, whose weights are fp32, and the base "
+         "answers without autocast: pass --precision bf16, or --attention sdpa."),
+        # names
+        (run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
+         f"run_name {begin_of(run.run_name)!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."),
+        (SET_ASIDE.fullmatch(run.run_name),
+         f"run_name is {run.run_name}, and names that end so are kept for runs that were set aside: pass another."),
+    )  # fmt: skip

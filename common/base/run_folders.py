@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from common.base.errors import BadInputError, closest
-from common.base.paths import REPOSITORY, find_here
+from common.base.paths import REPOSITORY, find_here, from_repository
 from common.base.run_config import RunConfig
 
 # literals right after `RUN`: how the runs of a technique, or of a loop, differ from it
@@ -28,20 +28,12 @@ def folder_named(run_folder: Path) -> Path:
 
 
 def workflows_of(run_folder: Path) -> list[Path]:
-    """Return a run folder's `my_workflow_*.py`: one, or several that do the same in different ways.
-
-    The folder is named from here, or from the repository's root.
-
-    Raises:
-        BadInputError: If the folder has none.
-    """
+    """Return the `my_workflow_*.py` of a run folder, named as for `folder_named`: one or several."""
     run_folder = folder_named(run_folder)
     found = sorted(run_folder.glob("my_workflow_*.py"))
     if not found:
-        here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
-        raise BadInputError(
-            f"{here} is no run folder, as it has 0 files my_workflow_*.py: {_folders_meant_by(str(here))}"
-        )
+        here = str(from_repository(run_folder))
+        raise BadInputError(f"{here} is no run folder, as it has 0 files my_workflow_*.py: {_folders_meant_by(here)}")
     return found
 
 
@@ -55,14 +47,19 @@ def _folders_meant_by(name: str) -> str:
     return f"choose one of {', '.join(own or [folder for folder in folders if '/run_0_' in folder])}."
 
 
-def literal_file_of(run_folder: Path) -> Path:
-    """Return the file with a run folder's `RUN = RunConfig(...)`: its workflow, or the module its workflows share.
+def literal_of(run_folder: Path) -> RunConfig:
+    """Return the run of a folder, named as for `folder_named`, by its one `RUN = RunConfig(...)`."""
+    return read_literal(_literal_file_of(run_folder))
 
-    The folder is named as for `workflows_of`.
 
-    Raises:
-        BadInputError: If it is no run folder, or has no such literal.
-    """
+def lora_of(run_folder: Path) -> dict[str, object]:
+    """Return a folder's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none."""
+    lora = _assignments(_literal_file_of(run_folder).read_text(encoding="utf-8")).get("LORA")
+    return ast.literal_eval(lora.value) if lora else {}
+
+
+def _literal_file_of(run_folder: Path) -> Path:
+    """Return the file with a run folder's literal: its workflow, or the module that its workflows share."""
     files = [*workflows_of(run_folder), *sorted(folder_named(run_folder).glob("my_utils_*.py"))]
     found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
     if len(found) != 1:
@@ -74,7 +71,7 @@ def literal_file_of(run_folder: Path) -> Path:
 
 
 @cache
-def assignments(source: str) -> dict[str, ast.Assign]:
+def _assignments(source: str) -> dict[str, ast.Assign]:
     """Return a module's top-level statements `NAME = value` by name."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
     return {ast.unparse(node.targets[0]): node for node in found}
@@ -82,7 +79,7 @@ def assignments(source: str) -> dict[str, ast.Assign]:
 
 def literal_lines(source: str) -> tuple[int, int]:
     """Return the range of lines with a folder's own literals: `RUN`, and `LORA` or `MACHINES` right after it."""
-    own = assignments(source)
+    own = _assignments(source)
     last = [own[name] for name in ("RUN", *OWN_CHANGES) if name in own][-1]
     return own["RUN"].lineno - 1, last.end_lineno
 
@@ -94,29 +91,14 @@ def read_literal(workflow: Path) -> RunConfig:
 
 @cache
 def _literal_in(source: str) -> RunConfig:
-    call = assignments(source)["RUN"].value
+    call = _assignments(source)["RUN"].value
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
-
-
-def read_lora(workflow: Path) -> dict[str, object]:
-    """Return a workflow's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none."""
-    lora = assignments(workflow.read_text(encoding="utf-8")).get("LORA")
-    return ast.literal_eval(lora.value) if lora else {}
 
 
 def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
     """Return the run of every run folder, in order."""
     folders = sorted({workflow.parent for workflow in root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py")})
-    return {folder: read_literal(literal_file_of(folder)) for folder in folders}
-
-
-def literal_of(run_folder: Path) -> RunConfig:
-    """Return the run of a folder, named as for `workflows_of`.
-
-    Raises:
-        BadInputError: If it is no run folder.
-    """
-    return read_literal(literal_file_of(run_folder))
+    return {folder: literal_of(folder) for folder in folders}
 
 
 def workflow_does(own: RunConfig, technique: str, parallel: str) -> bool:

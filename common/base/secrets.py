@@ -9,8 +9,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
-WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
-"""Of a name: DB_PASS, db-pass and dbPass have the same."""
+WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")  # of a name: DB_PASS, db-pass, dbPass have the same
 SECRET_WORDS = {
     *("AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "COOKIES", "CRED", "CREDS", "DSN", "HMAC", "JWT", "KEY", "KEYS"),
     *("OTP", "PASS", "PASSCODE", "PAT", "PW", "PWD", "SAS", "SIG", "SIGNATURE", "WEBHOOK"),
@@ -20,10 +19,9 @@ SECRET_PART = re.compile(
     r"|(DATABASE|DB|MONGO|MONGODB|REDIS|POSTGRES|POSTGRESQL|MYSQL|AMQP|BROKER|SMTP|LDAP)_UR[IL]$",
     re.IGNORECASE,
 )
+# last words of names that say something about a secret, or where it is
 ABOUT_SECRETS = {"DIR", "FILE", "FOLDER", "HOST", "LENGTH", "METHOD", "NAME", "PATH", "PORT", "SOCK", "TYPE", "USER"}
-"""Last words of names that say something about a secret, or where it is."""
-NO_SECRETS = ("GPG_KEY", "PWD", "OLDPWD")
-"""Variables with a fingerprint, in Python's image for Docker, and with the shell's folders."""
+NO_SECRETS = ("GPG_KEY", "PWD", "OLDPWD")  # a fingerprint, in Python's image for Docker, and the shell's folders
 LEAST_LENGTH = 8  # shorter values stand in other words, too
 LEAST_TOKEN = 20  # characters of a token that stands as a user's name
 LEAST_LINE = 16  # characters of a line of a key that is printed line by line

@@ -13,37 +13,10 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
 @dataclass(frozen=True)
 class Range:
-    """Values that a setting may have; `refusal` is said of one outside, with its `name`, `value` and `default`."""
+    """Values that a setting may have; `refusal` goes on after "name is value" of one outside, with its `default`."""
 
     holds: Callable[[float], bool]
     refusal: str
-
-
-MOST_EVALUATED_AT_ONCE = 32
-"""Rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster."""
-AT_LEAST_0 = Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.")
-AT_LEAST_1 = Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.")
-AT_LEAST_2 = Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.")
-ABOVE_0 = Range(lambda value: value > 0, "{name} is {value}, but must be above 0, such as {default}.")
-STEPS_OR_SHARE = Range(
-    lambda value: value < 1 or value % 1 == 0,
-    "{name} is {value}: pass a whole number of steps, or below 1 a share of all.",
-)
-FRACTION = Range(
-    lambda value: 0 <= value < 1, "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1."
-)
-AT_LEAST_1_OR_ALL = Range(
-    lambda value: value == -1 or value >= 1, "{name} is {value}: pass a number of at least 1, or -1 for all."
-)
-HELD = Range(
-    lambda value: value <= 2**16,
-    "{name} is {value}, but no run has more than 65,536 at once: pass fewer, such as --{name} {default}.",
-)
-HELD_0, HELD_1 = (AT_LEAST_0, HELD), (AT_LEAST_1, HELD)
-SECONDS = Range(
-    lambda value: 0 < value <= 10**7,  # PyTorch counts them in nanoseconds
-    "{name} is {value}, but must be above 0 and at most 10,000,000 (four months): pass --{name} {default}.",
-)
 
 
 @dataclass(frozen=True)
@@ -54,51 +27,54 @@ class OnlyFor:
     applies: Callable[[Any], bool]  # to a `RunConfig`, which is made of these settings and cannot be imported here
 
 
+MOST_EVALUATED_AT_ONCE = 32
+"""Rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster."""
+AT_LEAST_0 = Range(lambda value: value >= 0, ", but must be at least 0: pass --{name} 1.")
+AT_LEAST_1 = Range(lambda value: value >= 1, ", but must be at least 1: pass --{name} 1.")
+AT_LEAST_2 = Range(lambda value: value >= 2, ", but must be at least 2: pass --{name} 2.")
+ABOVE_0 = Range(lambda value: value > 0, ", but must be above 0, such as {default}.")
+STEPS_OR_SHARE = Range(
+    lambda value: value < 1 or value % 1 == 0, ": pass a whole number of steps, or below 1 a share of all."
+)
+FRACTION = Range(lambda value: 0 <= value < 1, ", but is a fraction: pass a number from 0 up to, not with, 1.")
+AT_LEAST_1_OR_ALL = Range(lambda value: value == -1 or value >= 1, ": pass a number of at least 1, or -1 for all.")
+HELD = Range(lambda value: value <= 2**16, ", but no run has more than 65,536 at once: pass fewer, such as {default}.")
+HELD_0, HELD_1 = (AT_LEAST_0, HELD), (AT_LEAST_1, HELD)
+SECONDS = Range(
+    lambda value: 0 < value <= 10**7,  # PyTorch counts them in nanoseconds
+    ", but must be above 0 and at most 10,000,000 (four months): pass --{name} {default}.",
+)
+
 ADAPTERS = OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters)
-CPU = OnlyFor("the CPU", lambda run: run.device == "cpu")
 MP_AND_PP = OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers)
 PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
-FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
 ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
-CHATS_WITHOUT_PP = OnlyFor(
-    "rows of messages, without pp, pictures and pairs",
-    lambda run: run.goal.learns_answers and not run.parallelism.pipelines,
-)
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
 
-Limit = Range | OnlyFor
-_LIMITS_OF: dict[Field, tuple[Limit, ...]] = {}  # not in the fields' metadata, all of which becomes argparse's
+_LIMITS_OF: dict[Field, tuple[Range | OnlyFor, ...]] = {}  # not in the fields' metadata, which becomes argparse's
 
 
 def setting(
-    default: object,
-    doc: str,
-    aliases: tuple[str, ...] = (),
-    within: Range | tuple[Range, ...] = (),
-    only_for: OnlyFor | tuple[OnlyFor, ...] = (),
-    **for_argparse: object,
+    default: object, doc: str, *limits: Range | OnlyFor, aliases: tuple[str, ...] = (), **for_argparse: object
 ) -> object:
     """Return a field of a run's settings.
 
     Args:
         default: Its value where none is passed.
         doc: Its meaning, for --help.
+        limits: The ranges of its values, and the runs that it means something for: all of them hold.
         aliases: More options of the command line.
-        within: The range of its values, or several, all of which hold.
-        only_for: The runs that it means something for; of several, those that are all of them at once.
         for_argparse: What argparse takes of an option.
     """
+    if default is False:
+        for_argparse["metavar"] = "true|false"
     made = field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
-    _LIMITS_OF[made] = tuple(each for limits in (within, only_for) for each in _several(limits))
+    _LIMITS_OF[made] = limits
     return made
-
-
-def _several(limits: Limit | tuple[Limit, ...]) -> tuple[Limit, ...]:
-    return limits if isinstance(limits, tuple) else (limits,)
 
 
 @dataclass(frozen=True)
@@ -109,36 +85,27 @@ class ModelSettings:
     model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     model_revision: str = setting("", "With a model of the Hub: a branch, tag or commit; empty = its main branch.")
     weights: Literal["pretrained", "random"] = setting(
-        "pretrained",
-        "random = the model's shape from assets/model_configs, with random weights and the embedded tokenizer: "
-        "memory and speed without a download.",
+        "pretrained", "random = random weights in the model's shape, with the embedded tokenizer."
     )
     precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = setting(
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
     )
     quantization: Literal["nf4", "nf4-double"] = setting(
         "nf4",
-        "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too.",
-        only_for=OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
+        "With qlora: format of the frozen weights; nf4-double = their scales are quantized, too.",
+        OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
-        "sdpa",
-        "Attention implementation; flash = the package flash-attn, flash3 = its third version for Hopper GPUs; both "
-        "on GPUs only, with weights in 16 bits.",
+        "sdpa", "Attention implementation; flash and flash3 (Hopper): the package flash-attn, with 16-bit weights."
     )
     use_liger_kernel: bool = setting(
         False,
-        "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
-        metavar="true|false",
-        only_for=(
-            OnlyFor("GPUs", lambda run: run.device == "cuda"),
-            OnlyFor(
-                "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
-                lambda run: run.parallelism.calls_whole_head,
-            ),
-            OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
-        ),
-    )
+        "With messages, on GPUs: fused kernels of the package liger-kernel for layers and loss.",
+        OnlyFor("GPUs", lambda run: run.device == "cuda"),
+        OnlyFor("single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
+                lambda run: run.parallelism.calls_whole_head),
+        OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,102 +115,61 @@ class DataSettings:
     _argument_group_name = "data"
     data: str = setting(
         "assets/exhibits",
-        "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .tsv, .parquet, or "
-        "plain text in .txt; compressed, too: .gz, .bz2, .xz), an fsspec URL of either, or the id of a dataset on the "
-        "Hugging Face Hub: rows of conversations in one of the formats of docs/your_own_data.md, with classification "
-        "of texts and labels, with summarization of texts and summaries, with preferences of pairs of answers; with "
-        "visual_questions conversations with a "
-        "picture each, also a folder of pictures with metadata.jsonl or metadata.csv.",
+        "Folder with files train, validation and test, one file (.jsonl, .json, .csv, .tsv, .parquet, .txt), fsspec "
+        "URL of either, or dataset of the Hub; docs/your_own_data.md shows the formats.",
     )
     dataset_config: str = setting("", "Which of the configurations of a dataset of the Hub or its clone, if several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
     dataset_train_split: str = setting("train", "The split to train on, of data with splits of their own.")
     dataset_test_split: str = setting("test", "The split to report on, of data with splits of their own.")
-    prompt_column: str = setting(
-        "",
-        "With conversations: the column with the questions, of a table whose columns are not recognised.",
-        only_for=ONE_ANSWER,
-    )
-    completion_column: str = setting(
-        "", "With conversations: the column with the answers to them.", only_for=ONE_ANSWER
-    )
+    prompt_column: str = setting("", "With conversations: the column with the questions.", ONE_ANSWER)
+    completion_column: str = setting("", "With conversations: the column with the answers.", ONE_ANSWER)
     picture_noise: float = setting(
-        0.0,
-        "With visual_questions: standard deviation of the noise that is added to each picture, as a share of full "
-        "brightness (0 to 1), the same each time a row is read.",
-        within=FRACTION,
-        only_for=PICTURES,
+        0.0, "With visual_questions: standard deviation of noise on pictures (1 = full brightness).", FRACTION, PICTURES
     )
-    text_column: str = setting(
-        "text", "With classification and summarization: the column with the texts.", only_for=TEXTS
-    )
+    text_column: str = setting("text", "With classification and summarization: the column with the texts.", TEXTS)
     label_column: str = setting(
         "label",
         "With classification: the column with the labels.",
-        only_for=OnlyFor("classification (3.1)", lambda run: run.goal.classifies),
+        OnlyFor("classification (3.1)", lambda run: run.goal.classifies),
     )
-    summary_column: str = setting(
-        "summary", "With summarization: the column with the summaries.", only_for=SUMMARIZATION
-    )
+    summary_column: str = setting("summary", "With summarization: the column with the summaries.", SUMMARIZATION)
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
         "assistant",
-        "With messages: what is learnt of a row. assistant = every answer with its end token; completion = the last "
-        "answer; prompt = what comes before it; all = every token.",
-        only_for=ONE_ANSWER,
+        "With messages: learn every answer, the last one, what comes before it, or every token.",
+        ONE_ANSWER,
     )
-    max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", within=AT_LEAST_2)
+    max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
-        0,
-        "Batches are padded to a multiple of so many tokens, such as 64: lengths that kernels are fast at, and fewer "
-        "different ones, of which pipelines and compiled layers prepare each; 0 = to the longest row alone.",
-        within=AT_LEAST_0,
+        0, "Batches are padded to a multiple of so many tokens, for fewer lengths; 0 = to the longest row.", AT_LEAST_0
     )
-    max_target_length: int = setting(
-        128, "With summarization: longest summary to learn from, in tokens.", within=AT_LEAST_2, only_for=SUMMARIZATION
-    )
+    max_target_length: int = setting(128, "With summarization: longest summary, in tokens.", AT_LEAST_2, SUMMARIZATION)
     max_truncated_fraction: float = setting(
         0.0,
-        "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
-        "max_length.",
-        within=FRACTION,
-        only_for=OnlyFor("rows of messages", lambda run: run.goal.converses),
+        "With messages: fraction of rows that may be left out, as their answer lies beyond max_length.",
+        FRACTION,
+        OnlyFor("rows of messages", lambda run: run.goal.converses),
     )
     long_texts: Literal["cut", "refuse"] = setting(
-        "cut",
-        "What happens to answers and texts that go beyond max_length tokens, and to summaries that go beyond "
-        "max_target_length: those that are cut are counted, and learnt without an end token.",
+        "cut", "What happens to rows beyond max_length and summaries beyond max_target_length; those cut are counted."
     )
     control_tokens: Literal["text", "refuse"] = setting(
-        "text",
-        "What happens to rows whose texts have control tokens of the tokenizer in them, such as <|im_end|> or </s>: "
-        "text = they are read as the characters that they are, and end or begin nothing; they are counted in any case.",
+        "text", "What happens to control tokens in texts, such as <|im_end|>; text = they are read as characters."
     )
     empty_rows: Literal["refuse", "skip"] = setting(
-        "refuse",
-        "With classification and summarization: what happens to rows with an empty text, label or summary; the number "
-        "of rows left out is printed.",
-        only_for=TEXTS,
+        "refuse", "With classification and summarization: what happens to rows with an empty column.", TEXTS
     )
     shared_rows: Literal["auto", "refuse", "skip"] = setting(
-        "auto",
-        "What happens to training rows that are also test rows (but for case and spacing): skip = they are left out; "
-        "auto = rows of messages are refused, and texts, of which public datasets have some twice, are reported.",
+        "auto", "Training rows that are test rows, too: skip = left out; auto = messages are refused, texts reported."
     )
-    train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
-    validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
-    test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
+    train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
+    validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
+    test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
     dataloader_num_workers: int = setting(
-        0,
-        "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
-        "step begins.",
-        within=HELD_0,
+        0, "Processes that read rows ahead, above all pictures; 0 = each batch is read when its step begins.", *HELD_0
     )
     partitions: int = setting(
-        0,
-        "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
-        "from its own; 0 = one per rank.",
-        within=HELD_0,
-        only_for=SUMMARIZATION,
+        0, "With summarization: parts of the rows that ranks draw from; 0 = one per rank.", *HELD_0, SUMMARIZATION
     )
 
 
@@ -254,87 +180,58 @@ class TrainingSettings:
     _argument_group_name = "training"
     technique: str = setting(
         "lora",
-        "What is trained: lora = low-rank adapters, base frozen; qlora = the same on a base in 4 bits; full = the "
-        "model's own weights.",
+        "Adapters (lora), adapters of a base in 4 bits (qlora), or the model's weights (full).",
         choices=TECHNIQUES,
     )
     task: str = setting(
         "chat",
-        "What is learnt: to answer (rows of messages), which of several labels a text has (classification), to "
-        "summarize a text (summarization), to answer questions about a picture (visual_questions), or which of two "
-        "answers is better (preferences).",
+        "What is learnt: to answer, labels, summaries, answers about pictures, or the better of two.",
         choices=TASKS,
     )
     beta: float = setting(
-        0.1,
-        "With preferences: DPO's beta, which scales the rewards; the lower, the further the model may move from the "
-        "reference model.",
-        within=ABOVE_0,
-        only_for=PREFERENCES,
+        0.1, "With preferences: DPO's beta; the lower, the further the model may move.", ABOVE_0, PREFERENCES
     )
-    exchange_answers: bool = setting(
-        False,
-        "With preferences: learn the rejected answers instead of the chosen ones, as a control.",
-        only_for=PREFERENCES,
-        metavar="true|false",
-    )
+    exchange_answers: bool = setting(False, "With preferences: learn the rejected answers, as a control.", PREFERENCES)
     loop: Literal["trainer", "accelerate", "machines"] = setting(
-        "trainer",
-        "With summarization: trainer = Transformers' Trainer; accelerate = a plain loop with Accelerate; machines = a "
-        "plain loop on torch.distributed, also across machines. Other tasks: trainer, whatever the parallelism.",
-        only_for=SUMMARIZATION,
+        "trainer", "With summarization: the Trainer, or a loop on Accelerate or torch.distributed.", SUMMARIZATION
     )
     per_device_train_batch_size: int = setting(
-        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size"), within=HELD_1
+        16, "Training rows per rank and step, before accumulation.", *HELD_1, aliases=("--batch_size", "--batch-size")
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
-        "With messages: rows are laid end to end, each with attention of its own, instead of padded to the longest; "
-        "auto = where the model's attention can separate them.",
-        only_for=CHATS_WITHOUT_PP,
-    )
+        "With messages: rows are laid end to end instead of padded; auto = where attention can separate them.",
+        OnlyFor("rows of messages, without pp, pictures and pairs",
+                lambda run: run.goal.learns_answers and not run.parallelism.pipelines),
+    )  # fmt: skip
     train_sampling_strategy: Literal["auto", "random", "group_by_length"] = setting(
-        "auto",
-        "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
-        "steps, so that little is padded; auto = random with padding_free.",
+        "auto", "Order of training rows: random, or by length in windows of 4 steps; auto = random with padding_free."
     )
-    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", within=HELD_1)
-    num_train_epochs: int = setting(6, "Passes over the training rows.", within=AT_LEAST_1)
-    max_steps: int = setting(
-        -1, "Optimizer steps after which training ends early; -1 = all epochs.", within=AT_LEAST_1_OR_ALL
-    )
-    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.", within=ABOVE_0)
+    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", *HELD_1)
+    num_train_epochs: int = setting(6, "Passes over the training rows.", AT_LEAST_1)
+    max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.", AT_LEAST_1_OR_ALL)
+    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.", ABOVE_0)
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
     )
     warmup_steps: float = setting(
-        0.03,
-        "Steps in which the learning rate rises; below 1, their share of all steps.",
-        within=(AT_LEAST_0, STEPS_OR_SHARE),
+        0.03, "Steps in which the learning rate rises; below 1, their share of all steps.", AT_LEAST_0, STEPS_OR_SHARE
     )
-    lr_scheduler_type: str = setting(
-        "cosine", "Schedule of the learning rate over the steps, by its name in Transformers."
-    )
-    optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", ("--optimizer",))
-    weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", within=AT_LEAST_0)
-    max_grad_norm: float = setting(
-        0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.", within=AT_LEAST_0
-    )
+    lr_scheduler_type: str = setting("cosine", "Schedule of the learning rate, by its name in Transformers.")
+    optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", aliases=("--optimizer",))
+    weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", AT_LEAST_0)
+    max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm of all gradients; 0 = off.", AT_LEAST_0)
     gradient_checkpointing: bool = setting(
-        False, "Compute activations again in the backward pass instead of keeping them.", metavar="true|false"
+        False, "Compute activations again in the backward pass instead of keeping them."
     )
     use_reentrant: bool = setting(
         False,
-        "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
-        metavar="true|false",
-        only_for=OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
+        "With gradient_checkpointing: PyTorch's reentrant implementation instead of the newer one.",
+        OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
+        OnlyFor("single and mp: elsewhere checkpointing is non-reentrant", lambda run: run.parallelism.in_one_process),
     )
-    torch_compile: bool = setting(
-        False,
-        "Compile each layer with torch.compile: fewer and larger kernels, for some minutes at the start.",
-        metavar="true|false",
-    )
-    seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", within=AT_LEAST_0)
+    torch_compile: bool = setting(False, "Compile each layer: larger kernels, for some minutes at the start.")
+    seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", AT_LEAST_0)
 
 
 @dataclass(frozen=True)
@@ -343,24 +240,16 @@ class AdapterSettings:
 
     _argument_group_name = "adapters"
     target_modules: str = setting(
-        "all-linear",
-        "Linear layers that get adapters (lora) or are trained (full), by their names with commas between; "
-        "all-linear = all but the head; all = every weight (full).",
+        "all-linear", "Linear layers to adapt or train, with commas; all-linear (but the head), or all (full)."
     )
     freeze_vision_tower: bool = setting(
-        True,
-        "With visual_questions: the vision tower and its connector stay as they are; false = both are trained in "
-        "full, also beside adapters.",
-        only_for=PICTURES,
+        True, "With visual_questions: false = the vision tower is trained in full, too.", PICTURES
     )
-    lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=HELD_1, only_for=ADAPTERS)
+    lora_r: int = setting(8, "Rank of the adapters.", *HELD_1, ADAPTERS, aliases=("--lora_rank", "--lora-rank"))
     lora_alpha: int = setting(
-        64,
-        "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).",
-        within=AT_LEAST_1,
-        only_for=ADAPTERS,
+        64, "Adapters are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).", AT_LEAST_1, ADAPTERS
     )
-    lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", within=FRACTION, only_for=ADAPTERS)
+    lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", FRACTION, ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -370,88 +259,56 @@ class ParallelismSettings:
     _argument_group_name = "parallelism"
     parallel: str = setting(
         "single",
-        "How devices share the work: not at all; by rows (ddp); by layers one after the other (mp: one process), or "
-        "with micro-batches in flight (pp: one process per device); by columns and rows of each layer's matrices (tp); "
-        "by rows of data, with what each rank holds divided, too (fsdp: PyTorch's FSDP2; zero1, zero2, zero3: "
-        "DeepSpeed's stages).",
+        "How devices share the work: rows (ddp), layers (mp; pp: micro-batches in flight), matrices (tp), or rows with "
+        "what each rank holds divided, too (fsdp: FSDP2; zero1 to zero3: DeepSpeed).",
         choices=PARALLELISMS,
     )
     device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
     threads: int = setting(
         1,
-        "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number.",
-        within=HELD_1,
-        only_for=CPU,
+        "On CPU: threads of each device; runs with more than 1 are not compared with others.",
+        *HELD_1,
+        OnlyFor("the CPU", lambda run: run.device == "cpu"),
     )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
-    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", within=HELD_1)
+    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", *HELD_1)
     nodes: int = setting(
         1,
-        "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
-        within=HELD_1,
-        only_for=OnlyFor("several ranks", lambda run: run.world_size > 1),
+        "Machines that the devices are spread over evenly, each with a torchrun of its own.",
+        *HELD_1,
+        OnlyFor("several ranks", lambda run: run.world_size > 1),
     )
-    stages: int = setting(
-        0,
-        "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all.",
-        within=HELD_0,
-        only_for=MP_AND_PP,
-    )
+    stages: int = setting(0, "With mp: parts that the layers are divided into; 0 = one per device.", *HELD_0, MP_AND_PP)
     device_map: str = setting(
-        "balanced",
-        "With mp and pp: which device holds which layers. balanced = the highest training peak as low as possible; "
-        "even = equal numbers of layers; auto (mp) = Accelerate's own; or a JSON file of module names and devices.",
-        only_for=MP_AND_PP,
+        "balanced", "With mp and pp: balanced (lowest peak), even, auto (Accelerate's, mp), or a JSON file.", MP_AND_PP
     )
-    schedule: Literal["1f1b", "gpipe"] = setting(
-        "1f1b", "With pp: the order of the micro-batches' passes.", only_for=PP
-    )
-    micro_batches: int = setting(
-        1,
-        "With pp: equal parts of a batch, which the stages work on at the same time.",
-        within=HELD_1,
-        only_for=PP,
-    )
+    schedule: Literal["1f1b", "gpipe"] = setting("1f1b", "With pp: the order of the micro-batches' passes.", PP)
+    micro_batches: int = setting(1, "With pp: equal parts of a batch, in flight at the same time.", *HELD_1, PP)
     dp_replicate_size: int = setting(
         1,
-        "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "
-        "weights are gathered within a group, such as a machine, and gradients averaged between the copies.",
-        within=HELD_1,
-        only_for=FSDP,
+        "With fsdp: copies of the model, each sharded by an equal group of ranks (hybrid sharding, HSDP).",
+        *HELD_1,
+        OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp),
     )
     offload: Literal["none", "cpu"] = setting(
         "none",
-        "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "
-        "the optimizer's states alone).",
+        "With fsdp and zero: cpu = shards wait in the host's memory (zero1, zero2: optimizer states alone).",
+        OnlyFor("fsdp and zero (2.6)", lambda run: bool(run.parallelism.shards)),
         nargs="?",
         const="cpu",
-        only_for=OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded),
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
-        "after",
-        "With loop machines: when gradients are averaged: in buckets after each backward pass; during it (DDP); or "
-        "during it, sent as bf16.",
-        only_for=MACHINES_LOOP,
+        "after", "With loop machines: gradients are averaged after the backward pass or during it.", MACHINES_LOOP
     )
-    bucket_cap_mb: float = setting(
-        25.0, "With loop machines: gradients that are sent at once, in MiB.", within=ABOVE_0, only_for=MACHINES_LOOP
-    )
+    bucket_cap_mb: float = setting(25.0, "With loop machines: MiB of gradients sent at once.", ABOVE_0, MACHINES_LOOP)
     link: str = setting(
         "",
-        "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
-        "100 Mbit/s.",
-        only_for=OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
+        "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record.",
+        OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
-    start_timeout_s: float = setting(
-        300.0,
-        "Seconds that ranks wait for each other at their start, before those that are missing are named.",
-        within=SECONDS,
-    )
+    start_timeout_s: float = setting(300.0, "Seconds that ranks wait for each other at their start.", SECONDS)
     step_timeout_s: float = setting(
-        600.0,
-        "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
-        "validation, a checkpoint and an exchange between ranks may take ten times as long.",
-        within=SECONDS,
+        600.0, "Seconds that a step may take; ten times as many for validation and checkpoints.", SECONDS
     )
 
 
@@ -461,50 +318,34 @@ class EvaluationSettings:
 
     _argument_group_name = "evaluation"
     eval_steps: float = setting(
-        0.05,
-        "Steps after which the loss is logged and the model validated; below 1, a share of all steps. Where it is the "
-        "best so far, its weights are saved.",
-        within=(ABOVE_0, STEPS_OR_SHARE),
+        0.05, "Steps (below 1: share of all) after which the model is validated.", ABOVE_0, STEPS_OR_SHARE
     )
     save_steps: float = setting(
         0.0,
-        "Steps after which a full state (weights, optimizer, random numbers) is saved, to resume from, and one at the "
-        "end; below 1, a share of all steps. 0 = as often as max_lost_minutes says, and at the end if at most 1 GiB.",
-        within=(AT_LEAST_0, STEPS_OR_SHARE),
+        "Steps (below 1: share of all) after which a full state is saved; 0 = by max_lost_minutes.",
+        AT_LEAST_0,
+        STEPS_OR_SHARE,
     )
     max_lost_minutes: float = setting(
         15.0,
-        "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often.",
-        within=ABOVE_0,
-        only_for=OnlyFor("runs without save_steps", lambda run: not run.save_steps),
+        "Without save_steps: minutes of training that a failure may lose.",
+        ABOVE_0,
+        OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
     early_stopping_patience: int = setting(
-        0,
-        "Validations in a row without a better model after which training ends; 0 = never.",
-        within=AT_LEAST_0,
+        0, "Validations in a row that are no better end training; 0 = never.", AT_LEAST_0
     )
     per_device_eval_batch_size: int = setting(
-        0,
-        "Rows that a rank validates or answers at once; ranks that share a model in stages answer all of theirs "
-        f"together. 0 = chosen by the plan: as many as leave training the highest phase, at most "
-        f"{MOST_EVALUATED_AT_ONCE}.",
-        within=HELD_0,
+        0, f"Rows that a rank validates or answers at once; 0 = by the plan, at most {MOST_EVALUATED_AT_ONCE}.", *HELD_0
     )
-    max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
-    num_beams: int = setting(
-        4,
-        "With summarization: beams of the search for a summary; 1 = greedy.",
-        within=HELD_1,
-        only_for=SUMMARIZATION,
-    )
+    max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", AT_LEAST_1)
+    num_beams: int = setting(4, "With summarization: beams of the search; 1 = greedy.", *HELD_1, SUMMARIZATION)
     baseline: Literal["base", "none"] = setting(
         "base",
-        "Evaluate the base before training; none leaves it out, which of a large model takes minutes.",
-        only_for=OnlyFor(
-            "tasks without pairs of answers, whose rewards compare with what the base finds of them",
-            lambda run: not run.goal.compares,
-        ),
-    )
+        "Evaluate the base before training, which takes minutes with a large model; none = do not.",
+        OnlyFor("tasks without pairs of answers, whose rewards compare with what the base finds of them",
+                lambda run: not run.goal.compares),
+    )  # fmt: skip
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )
@@ -521,22 +362,12 @@ class TrackingSettings:
 
     _argument_group_name = "tracking"
     run_folder: str = setting("", "Run folder, relative to the repository's root.")
-    run_name: str = setting(
-        "",
-        "Name of the results folder; empty = launcher, what tells a task's runs apart (such as batch size), and seed.",
-    )
+    run_name: str = setting("", "Name of the results folder; empty = launcher, what tells runs apart, and seed.")
     results_root: str = setting("", "Folder that takes results/<run name>; empty = the run folder.")
-    resume_from_checkpoint: str = setting(
-        "",
-        "Folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to resume from; last = this run's own "
-        "newest one that is whole, in the same results folder, or the beginning where there is none.",
-    )
-    report_to: str = setting(
-        "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
-    )
+    resume_from_checkpoint: str = setting("", "Checkpoint to resume from; last = this run's newest, or the beginning.")
+    report_to: str = setting("tensorboard", "Trackers by their names in Transformers, with commas between, or none.")
     log_format: Literal["text", "json"] = setting(
-        "text",
-        "How metrics are printed while training: for readers, or as JSON, one object a line, which Valohai plots.",
+        "text", "How metrics are printed while training: for readers, or as JSON lines, which Valohai plots."
     )
 
 

@@ -4,7 +4,6 @@ Everything else asks a spec what it does, instead of comparing names. A new entr
 dictionary.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,24 +15,14 @@ FSDP, DEEPSPEED = "FSDP", "DeepSpeed's ZeRO"
 
 @dataclass(frozen=True)
 class Technique:
-    """What is trained.
-
-    Attributes:
-        short: In columns of tables.
-        label: In sentences.
-        folder_for_one: The technique folder that trains so on one device.
-        has_adapters: Low-rank adapters are trained, and the base is frozen; else the model's own weights are trained.
-        quantizes: The base is stored in 4 bits.
-        merged_models: Whole models that a run saves at its end: with a quantized base one merged into each base.
-    """
+    """What is trained."""
 
     name: str
-    short: str
-    label: str
-    folder_for_one: str
-    has_adapters: bool = False
-    quantizes: bool = False
-    merged_models: int = 1
+    short: str  # in columns of tables
+    label: str  # in sentences
+    folder_for_one: str  # the technique folder that trains so on one device
+    has_adapters: bool = False  # low-rank adapters are trained beside a frozen base; else the model's own weights are
+    quantizes: bool = False  # the base is stored in 4 bits
 
     @property
     def title(self) -> str:
@@ -48,42 +37,23 @@ class Technique:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How devices share the work.
-
-    Attributes:
-        label: In tables.
-        why: When it fits: a template with `devices`, `micro_batches` and the share of time that a device is `idle`.
-        splits_rows: Each rank works on rows of its own (data parallel).
-        splits_layers: Each device holds some of the layers.
-        pipelines: Micro-batches are in flight on several stages at once; else layers are computed one device after the
-            other.
-        splits_matrices: Each rank holds columns or rows of a layer's matrices (tensor parallel).
-        shards: What is divided among the data-parallel ranks.
-        sharded_by: The library that does.
-        in_one_process: One process works on all devices; else each device has a rank of its own.
-        takes_4_bits: A base in 4 bits can be trained with it.
-        suggested_for: Techniques for which the planner ranks it unasked, where there are several devices.
-        resumes_on_other_ranks: A checkpoint can be resumed on another number of ranks.
-        part: What a rank holds of the model, as `module:name` of a class of `common.training.part`. Where that is less
-            than all of it, and none is named, it is planned alone.
-        why_not_reentrant: Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does.
-    """
+    """How devices share the work."""
 
     name: str
-    label: str
-    why: str
-    splits_rows: bool = False
-    splits_layers: bool = False
-    pipelines: bool = False
-    splits_matrices: bool = False
-    shards: frozenset[Held] = frozenset()
-    sharded_by: str = ""
-    in_one_process: bool = False
-    takes_4_bits: bool = True
-    suggested_for: tuple[str, ...] = ("full", "lora", "qlora")
-    resumes_on_other_ranks: bool = False
+    label: str  # in tables
+    why: str  # when it fits: a template with `devices`, `micro_batches`, and `idle`, the share of time that a device is
+    splits_rows: bool = False  # each rank works on rows of its own (data parallel)
+    splits_layers: bool = False  # each device holds some of the layers
+    pipelines: bool = False  # micro-batches are in flight on several stages; else one device computes after the other
+    splits_matrices: bool = False  # each rank holds columns or rows of a layer's matrices (tensor parallel)
+    shards: frozenset[Held] = frozenset()  # what is divided among the data-parallel ranks
+    sharded_by: str = ""  # the library that does
+    in_one_process: bool = False  # one process works on all devices; else each device has a rank of its own
+    takes_4_bits: bool = True  # a base in 4 bits can be trained with it
+    suggested_for: tuple[str, ...] = ("full", "lora", "qlora")  # techniques that the planner ranks it for, unasked
+    resumes_on_other_ranks: bool = False  # a checkpoint can be resumed on another number of ranks
     part: str = "common.training.part:Part"
-    why_not_reentrant: str = ""
+    """What a rank holds of the model, as `module:class`. Where that is less than all, the default is planned alone."""
 
     @property
     def is_single(self) -> bool:
@@ -91,9 +61,9 @@ class Parallelism:
         return not (self.splits_rows or self.splits_layers or self.splits_matrices)
 
     @property
-    def holds_parts(self) -> bool:
-        """Whether a rank holds a part of the model, or of what is trained."""
-        return bool(self.shards) or self.splits_matrices or self.pipelines
+    def divides_tensors(self) -> bool:
+        """Whether a rank holds parts of tensors, whose models answer in the format of the matrix products."""
+        return bool(self.shards) or self.splits_matrices
 
     @property
     def replicates(self) -> bool:
@@ -111,31 +81,14 @@ class Parallelism:
         return "weights" in self.shards
 
     @property
-    def shards_gradients(self) -> bool:
-        """Whether ranks keep parts of the gradients."""
-        return "gradients" in self.shards
-
-    @property
     def collects_gradients(self) -> bool:
-        """Whether gradients have a buffer that is never freed, as in ZeRO's stage 3.
-
-        (deepspeed/runtime/zero/stage3.py: `grad_partitions_flat_buffer`.)
-        """
+        """Whether gradients have a buffer that is never freed (ZeRO's stage 3: `grad_partitions_flat_buffer`)."""
         return self.uses_deepspeed and self.shards_weights
 
     @property
     def calls_whole_head(self) -> bool:
-        """Whether a rank's model has all layers on one device, and its head whole while it is called.
-
-        (DeepSpeed's stage 3 gathers a module's weights only around a call of that module.)
-        """
-        gathers_by_module = self.uses_deepspeed and self.shards_weights
-        return not (self.splits_layers or self.splits_matrices or gathers_by_module)
-
-    @property
-    def answers_as_computed(self) -> bool:
-        """Whether models answer beside training in the format of the matrix products, not in that of the weights."""
-        return bool(self.shards) or self.splits_matrices
+        """Whether a rank has the whole head while its model is called: ZeRO's stage 3 gathers module by module."""
+        return not (self.splits_layers or self.splits_matrices or self.collects_gradients)
 
     @property
     def uses_fsdp(self) -> bool:
@@ -155,55 +108,32 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt.
-
-    Attributes:
-        parallelisms: What it is done with.
-        auto_class: Of Transformers, the class that loads its models.
-        peft_type: PEFT's name of the task.
-        objective: Its `Objective`, as `module:name`.
-        rows: What returns its `RowKind`, how rows are read and turned into tokens, as `module:function`.
-        heads: Modules that follow the layers, by the last part of their names in any family, and are trained in full,
-            also beside adapters. A base need not have them: they start at random.
-        limited: Settings, in tokens, that must not exceed the positions of the model.
-        tokenizer: The folder in assets whose tokenizer stands in where weights are random.
-        folder_for_one: The technique folder that does it on one device; empty = its technique's.
-        rows_are: What its rows are, for the message that refuses them in other tasks.
-        told_by: Sets of columns: a table that has all columns of one set holds such rows.
-        loss_per: What the loss is a mean over.
-        memory: A subclass of `common.planning.memory_plan.DeviceSums`: the closed form of a step's memory.
-        reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
-            runs stand in the tables that all chats share.
-        named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
-        classifies: A row has one label; else tokens are predicted.
-        summarizes: A row has a text to read and another one to write, by an encoder-decoder.
-        sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
-        compares: A row is a prompt with a better and a worse answer, which are compared with what a reference model
-            finds of both.
-    """
+    """What is learnt."""
 
     name: str
-    techniques: tuple[str, ...]
-    parallelisms: tuple[str, ...]
-    auto_class: str
+    techniques: tuple[str, ...]  # it is done with these
+    parallelisms: tuple[str, ...]  # and with these
+    auto_class: str  # of Transformers, which loads its models
     model_kind: Literal["decoder", "encoder", "encoder-decoder", "vision-language"]
-    peft_type: str
-    objective: str
-    rows: str
+    peft_type: str  # PEFT's name of the task
+    objective: str  # its `Objective`, as `module:name`
+    rows: str  # what returns its `RowKind`, how rows are read and turned into tokens, as `module:function`
     heads: tuple[str, ...] = ()
-    limited: tuple[str, ...] = ("max_length", "max_new_tokens")
-    tokenizer: str = "embedded_base"
-    folder_for_one: str = ""
-    rows_are: str = ""
-    told_by: tuple[tuple[str, ...], ...] = ()
-    loss_per: str = "answer token"
-    memory: str = "common.planning.memory_plan:DeviceSums"
-    reporting: str = ""
-    named_by: tuple[str, ...] = ("sharing", "batch")
-    classifies: bool = False
-    summarizes: bool = False
-    sees: bool = False
-    compares: bool = False
+    """Modules after the layers, by the last part of their names in any family, that are trained in full, also beside
+    adapters. Where a base has none they start at random."""
+    limited: tuple[str, ...] = ("max_length", "max_new_tokens")  # settings up to the positions of the model
+    tokenizer: str = "embedded_base"  # the folder in assets whose tokenizer stands in where weights are random
+    folder_for_one: str = ""  # the technique folder that does it on one device; empty = its technique's
+    rows_are: str = ""  # what its rows are, for the message that refuses them in other tasks
+    told_by: tuple[tuple[str, ...], ...] = ()  # a table that has all columns of one of these holds such rows
+    loss_per: str = "answer token"  # what the loss is a mean over
+    memory: str = "common.planning.memory_plan:DeviceSums"  # the closed form of a step's memory
+    reporting: str = ""  # the module with its `OwnTables`; empty = its runs stand in the tables that all chats share
+    named_by: tuple[str, ...] = ("sharing", "batch")  # of `NAME_PARTS`: what tells its runs' default names apart
+    classifies: bool = False  # a row has one label; else tokens are predicted
+    summarizes: bool = False  # a row has a text to read and another one to write, by an encoder-decoder
+    sees: bool = False  # a row is a conversation about a picture, which a vision tower turns into tokens
+    compares: bool = False  # a row is a prompt with a better and a worse answer, compared as a reference model does
 
     @property
     def title(self) -> str:
@@ -215,17 +145,6 @@ class Task:
     def number(self) -> str:
         """The number of its folder: `3.1`; empty = it has those of its techniques."""
         return self.folder_for_one.partition("_")[0]
-
-    @property
-    def has_own_tables(self) -> bool:
-        """Whether its runs stand in tables of its own, and not in those that all chats share."""
-        return bool(self.reporting)
-
-    @property
-    def place(self) -> str:
-        """Its folder in a sentence: `3.1 (text classification)`."""
-        _, _, words = self.folder_for_one.partition("_")
-        return f"{self.number} ({words.replace('_', ' ')})"
 
     @property
     def converses(self) -> bool:
@@ -253,212 +172,159 @@ class Task:
         return 2 if self.compares else 1
 
 
-TECHNIQUES = {
-    each.name: each
-    for each in (
-        Technique("full", "full", "full fine-tuning", "2.4_full_finetuning"),
-        Technique("lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True),
-        Technique(
-            "qlora",
-            "QLoRA",
-            "QLoRA",
-            "2.3_qlora_finetuning",
-            has_adapters=True,
-            quantizes=True,
-            merged_models=2,
-        ),
-    )
-}
+def _by_name(*entries: Any) -> dict[str, Any]:
+    return {each.name: each for each in entries}
+
+
+TECHNIQUES: dict[str, Technique] = _by_name(
+    Technique("full", "full", "full fine-tuning", "2.4_full_finetuning"),
+    Technique("lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True),
+    Technique("qlora", "QLoRA", "QLoRA", "2.3_qlora_finetuning", has_adapters=True, quantizes=True),
+)
 """In the order of their quality: best, good, OK."""
 
 _EVERYTHING: frozenset[Held] = frozenset({"weights", "gradients", "optimizer"})
 _SHARDED = "weights, gradients and optimizer states are divided by {devices}, and gathered layer by layer"
-PARALLELISMS = {
-    each.name: each
-    for each in (
-        Parallelism("single", "one device", "one GPU holds it all", in_one_process=True, resumes_on_other_ranks=True),
-        Parallelism(
-            "ddp",
-            "DDP",
-            "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
-            splits_rows=True,
-            resumes_on_other_ranks=True,
-            why_not_reentrant="DDP is tested with the other implementation only, which PyTorch recommends",
-        ),
-        Parallelism(
-            "fsdp",
-            "FSDP",
-            _SHARDED,
-            splits_rows=True,
-            shards=_EVERYTHING,
-            sharded_by=FSDP,
-            resumes_on_other_ranks=True,
-            why_not_reentrant="FSDP's hooks would gather for it in the wrong order",
-            part="common.training.fsdp:Shards",
-        ),
-        Parallelism(
-            "zero1",
-            "ZeRO-1",
-            "optimizer states are divided by {devices}",
-            splits_rows=True,
-            shards=frozenset({"optimizer"}),
-            sharded_by=DEEPSPEED,
-            takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
-            suggested_for=("full",),  # it would divide next to nothing of an adapter
-            part="common.training.zero:ZeroPart",
-        ),
-        Parallelism(
-            "zero2",
-            "ZeRO-2",
-            "gradients and optimizer states are divided by {devices}",
-            splits_rows=True,
-            shards=frozenset({"gradients", "optimizer"}),
-            sharded_by=DEEPSPEED,
-            takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
-            suggested_for=("full",),  # as stage 1
-            part="common.training.zero:ZeroPart",
-        ),
-        Parallelism(
-            "zero3",
-            "ZeRO-3",
-            _SHARDED,
-            splits_rows=True,
-            shards=_EVERYTHING,
-            sharded_by=DEEPSPEED,
-            takes_4_bits=False,
-            why_not_reentrant="it is not tested with ZeRO",
-            suggested_for=("full", "lora"),
-            part="common.training.zero:ZeroPart",
-        ),
-        Parallelism(
-            "pp",
-            "PP",
-            "layers are divided among {devices} GPUs, and the batch into {micro_batches} micro-batches: "
-            "{idle:.0%} idle",
-            splits_layers=True,
-            pipelines=True,
-            why_not_reentrant="the first stage's input needs no gradient, and would cut its layers off",
-            part="common.training.pipeline_parallel:Stage",
-        ),
-        Parallelism(
-            "tp",
-            "TP",
-            "each layer's matrices are divided among {devices} GPUs, which sum up its results: each works on every row",
-            splits_matrices=True,
-            takes_4_bits=False,
-            suggested_for=(),  # but for classifiers
-            part="common.training.tensor_parallel:Columns",
-        ),
-        Parallelism(
-            "mp",
-            "MP",
-            "layers are divided among {devices} GPUs, which work one after the other: {idle:.0%} idle",
-            splits_layers=True,
-            in_one_process=True,
-        ),
-    )
-}
+_ZERO = {"splits_rows": True, "sharded_by": DEEPSPEED, "takes_4_bits": False, "part": "common.training.zero:ZeroPart"}
+PARALLELISMS: dict[str, Parallelism] = _by_name(
+    Parallelism("single", "one device", "one GPU holds it all", in_one_process=True, resumes_on_other_ranks=True),
+    Parallelism(
+        "ddp",
+        "DDP",
+        "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
+        splits_rows=True,
+        resumes_on_other_ranks=True,
+    ),
+    Parallelism(
+        "fsdp",
+        "FSDP",
+        _SHARDED,
+        splits_rows=True,
+        shards=_EVERYTHING,
+        sharded_by=FSDP,
+        resumes_on_other_ranks=True,
+        part="common.training.fsdp:Shards",
+    ),
+    Parallelism(  # the first two stages would divide next to nothing of an adapter
+        "zero1", "ZeRO-1", "optimizer states are divided by {devices}",
+        shards=frozenset({"optimizer"}), suggested_for=("full",), **_ZERO,
+    ),
+    Parallelism(
+        "zero2", "ZeRO-2", "gradients and optimizer states are divided by {devices}",
+        shards=frozenset({"gradients", "optimizer"}), suggested_for=("full",), **_ZERO,
+    ),
+    Parallelism("zero3", "ZeRO-3", _SHARDED, shards=_EVERYTHING, suggested_for=("full", "lora"), **_ZERO),
+    Parallelism(
+        "pp",
+        "PP",
+        "layers are divided among {devices} GPUs, and the batch into {micro_batches} micro-batches: {idle:.0%} idle",
+        splits_layers=True,
+        pipelines=True,
+        part="common.training.pipeline_parallel:Stage",
+    ),
+    Parallelism(
+        "tp",
+        "TP",
+        "each layer's matrices are divided among {devices} GPUs, which sum up its results: each works on every row",
+        splits_matrices=True,
+        takes_4_bits=False,
+        suggested_for=(),  # but for classifiers
+        part="common.training.tensor_parallel:Columns",
+    ),
+    Parallelism(
+        "mp",
+        "MP",
+        "layers are divided among {devices} GPUs, which work one after the other: {idle:.0%} idle",
+        splits_layers=True,
+        in_one_process=True,
+    ),
+)  # fmt: skip
 """From the one that needs least care to the one that needs most; ZeRO needs DeepSpeed besides PyTorch."""
 
-TASKS = {
-    each.name: each
-    for each in (
-        Task(
-            "chat",
-            techniques=tuple(TECHNIQUES),
-            parallelisms=tuple(name for name, each in PARALLELISMS.items() if not each.splits_matrices),
-            auto_class="AutoModelForCausalLM",
-            model_kind="decoder",
-            peft_type="CAUSAL_LM",
-            objective="common.tasks.answers:ANSWERS",
-            rows="common.data.messages:row_kind",
-        ),
-        Task(
-            "classification",
-            techniques=("full", "lora"),
-            parallelisms=("single", "ddp", "pp", "tp"),
-            auto_class="AutoModelForSequenceClassification",
-            model_kind="encoder",
-            peft_type="SEQ_CLS",
-            heads=("pooler", "head", "pre_classifier", "classifier"),
-            limited=("max_length",),
-            objective="common.tasks.classification:CLASSES",
-            rows="common.data.texts:labelled_rows",
-            folder_for_one="3.1_text_classification",
-            rows_are="texts with labels",
-            told_by=(("text", "label"),),
-            loss_per="label",
-            reporting="common.reporting.classification",
-            named_by=("technique", "parallel", "micro_batches", "rows"),
-            classifies=True,
-        ),
-        Task(
-            "summarization",
-            techniques=("full",),
-            parallelisms=("single", "ddp"),
-            auto_class="AutoModelForSeq2SeqLM",
-            model_kind="encoder-decoder",
-            peft_type="SEQ_2_SEQ_LM",
-            limited=("max_length", "max_target_length", "max_new_tokens"),
-            tokenizer="embedded_summarizer",
-            objective="common.tasks.summarization:SUMMARIES",
-            rows="common.data.texts:summary_rows",
-            folder_for_one="3.2_summarization",
-            rows_are="texts with summaries",
-            told_by=(("text", "summary"), ("dialogue", "summary")),
-            loss_per="summary token",
-            reporting="common.reporting.summarization",
-            named_by=("loop", "devices"),
-            summarizes=True,
-        ),
-        Task(
-            "visual_questions",
-            techniques=("full", "lora"),
-            parallelisms=("single", "ddp"),
-            auto_class="AutoModelForImageTextToText",
-            model_kind="vision-language",
-            peft_type="CAUSAL_LM",
-            objective="common.tasks.visual_questions:ANSWERS",
-            rows="common.data.pictured_rows:row_kind",
-            tokenizer="embedded_vision_base",
-            folder_for_one="3.3_visual_question_answering",
-            reporting="common.reporting.pictures",
-            named_by=("technique", "parallel", "rows"),
-            sees=True,
-        ),
-        Task(
-            "preferences",
-            techniques=("full", "lora"),
-            parallelisms=("single", "ddp"),
-            auto_class="AutoModelForCausalLM",
-            model_kind="decoder",
-            peft_type="CAUSAL_LM",
-            objective="common.tasks.preferences:PAIRS",
-            rows="common.data.pairs:row_kind",
-            memory="common.planning.pair_terms:PairSums",
-            folder_for_one="3.4_preference_tuning",
-            rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "
-            "messages where it holds whole conversations)",
-            told_by=(("chosen", "rejected"),),
-            loss_per="pair",
-            reporting="common.reporting.preferences",
-            named_by=("technique", "parallel", "exchanged", "rows"),
-            compares=True,
-        ),
-    )
-}
-
-
-def is_registered(record: Mapping[str, Any]) -> bool:
-    """Return whether what a run did is registered here; another program may have registered more."""
-    config = record["config"]
-    return (
-        {record["technique"], config.get("technique", record["technique"])} <= TECHNIQUES.keys()
-        and {record["parallel"], config.get("parallel", record["parallel"])} <= PARALLELISMS.keys()
-        and config.get("task", "chat") in TASKS  # older records know one task only
-    )
+TASKS: dict[str, Task] = _by_name(
+    Task(
+        "chat",
+        techniques=tuple(TECHNIQUES),
+        parallelisms=tuple(name for name, each in PARALLELISMS.items() if not each.splits_matrices),
+        auto_class="AutoModelForCausalLM",
+        model_kind="decoder",
+        peft_type="CAUSAL_LM",
+        objective="common.tasks.answers:ANSWERS",
+        rows="common.data.messages:row_kind",
+    ),
+    Task(
+        "classification",
+        techniques=("full", "lora"),
+        parallelisms=("single", "ddp", "pp", "tp"),
+        auto_class="AutoModelForSequenceClassification",
+        model_kind="encoder",
+        peft_type="SEQ_CLS",
+        heads=("pooler", "head", "pre_classifier", "classifier"),
+        limited=("max_length",),
+        objective="common.tasks.classification:CLASSES",
+        rows="common.data.texts:labelled_rows",
+        folder_for_one="3.1_text_classification",
+        rows_are="texts with labels",
+        told_by=(("text", "label"),),
+        loss_per="label",
+        reporting="common.reporting.classification",
+        named_by=("technique", "parallel", "micro_batches", "rows"),
+        classifies=True,
+    ),
+    Task(
+        "summarization",
+        techniques=("full",),
+        parallelisms=("single", "ddp"),
+        auto_class="AutoModelForSeq2SeqLM",
+        model_kind="encoder-decoder",
+        peft_type="SEQ_2_SEQ_LM",
+        limited=("max_length", "max_target_length", "max_new_tokens"),
+        tokenizer="embedded_summarizer",
+        objective="common.tasks.summarization:SUMMARIES",
+        rows="common.data.texts:summary_rows",
+        folder_for_one="3.2_summarization",
+        rows_are="texts with summaries",
+        told_by=(("text", "summary"), ("dialogue", "summary")),
+        loss_per="summary token",
+        reporting="common.reporting.summarization",
+        named_by=("loop", "devices"),
+        summarizes=True,
+    ),
+    Task(
+        "visual_questions",
+        techniques=("full", "lora"),
+        parallelisms=("single", "ddp"),
+        auto_class="AutoModelForImageTextToText",
+        model_kind="vision-language",
+        peft_type="CAUSAL_LM",
+        objective="common.tasks.visual_questions:ANSWERS",
+        rows="common.data.pictured_rows:row_kind",
+        tokenizer="embedded_vision_base",
+        folder_for_one="3.3_visual_question_answering",
+        reporting="common.reporting.pictures",
+        named_by=("technique", "parallel", "rows"),
+        sees=True,
+    ),
+    Task(
+        "preferences",
+        techniques=("full", "lora"),
+        parallelisms=("single", "ddp"),
+        auto_class="AutoModelForCausalLM",
+        model_kind="decoder",
+        peft_type="CAUSAL_LM",
+        objective="common.tasks.preferences:PAIRS",
+        rows="common.data.pairs:row_kind",
+        memory="common.planning.pair_terms:PairSums",
+        folder_for_one="3.4_preference_tuning",
+        rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "
+        "messages where it holds whole conversations)",
+        told_by=(("chosen", "rejected"),),
+        loss_per="pair",
+        reporting="common.reporting.preferences",
+        named_by=("technique", "parallel", "exchanged", "rows"),
+        compares=True,
+    ),
+)
 
 
 class HasSpecs:
@@ -488,19 +354,6 @@ class HasSpecs:
     def shard_ranks(self) -> int:
         """Ranks that share one sharded copy of the model."""
         return self.devices // self.dp_replicate_size if self.parallelism.shards else 1
-
-    def answering_stages(self, layers: int) -> int:
-        """Return how many ranks share a model of so many layers that answers beside training; 1 = each has it whole.
-
-        Those that share its weights in training do, or, where there are too few layers, as many of them as divide the
-        ranks: each holds some of the layers then.
-        """
-        if self.parallelism.in_one_process:
-            return 1
-        together = self.devices
-        if not (self.parallelism.pipelines or self.parallelism.splits_matrices):
-            together = self.shard_ranks if self.parallelism.shards_weights else 1
-        return max(count for count in range(1, together + 1) if together % count == 0 and count <= layers)
 
     @property
     def sharing(self) -> str:

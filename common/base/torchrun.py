@@ -10,27 +10,23 @@ from pathlib import Path
 
 from common.base.errors import BadInputError, RunStoppedError, begin_of
 
-TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What every launcher tells a rank."""
-TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")
-"""And torchrun besides, with its run's id."""
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by every launcher, to each rank
+TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")  # besides
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 """Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
+# how many processes MPI has started, which Accelerate takes for ranks
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""How many processes MPI has started, which Accelerate takes for ranks."""
-KEPT_S = 24 * 60 * 60
-"""How long what a killed process has left where ranks meet stays at least."""
+KEPT_S = 24 * 60 * 60  # how long what a killed process has left where ranks meet stays at least
 LAST_PORT, MOST_DIGITS = 65535, 9
 
 
 def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
     """Return what starts the ranks of one machine, without the script: of several the same on each of them.
 
-    Several machines meet at `address`, the first one's. A torchrun on one machine makes itself a file, which is this
-    user's alone: it unpickles what it finds where it meets others, so that whoever reaches a port of it can have code
-    run.
+    Several machines meet at `address`, the first one's. On one machine they meet in a file of this user's alone:
+    torchrun unpickles what it finds there, so that whoever reached a port of it could have code run.
     """
     words = ["--nnodes", str(nodes)] if nodes > 1 else []
     place = ["--rdzv_endpoint", f"{address}:29400"] if nodes > 1 else ["--rdzv_conf", "store_type=file"]
@@ -43,11 +39,7 @@ def is_of_torchrun() -> bool:
 
 
 def meeting_file() -> str:
-    """Return a new file for torchruns of one machine to meet in, after those of processes that were killed are removed.
-
-    Raises:
-        RunStoppedError: see `folder_of_user`.
-    """
+    """Return a new file for torchruns of one machine to meet in, after those of killed processes are removed."""
     import psutil  # here: few commands start ranks
 
     folder = folder_of_user()
@@ -63,11 +55,7 @@ def meeting_file() -> str:
 
 
 def folder_of_user() -> Path:
-    """Return the folder where this user's launchers and ranks meet; nobody else can write into it.
-
-    Raises:
-        RunStoppedError: Somebody else has made it.
-    """
+    """Return the folder where this user's launchers and ranks meet; RunStoppedError if others can write into it."""
     folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -80,11 +68,7 @@ def folder_of_user() -> Path:
 
 
 def check_told(environment: Mapping[str, str]) -> None:
-    """Refuse an environment with a part of what a launcher tells a rank, or with what no rank is told.
-
-    Raises:
-        BadInputError: With the variables, and how to go on.
-    """
+    """Refuse, by BadInputError, an environment with a part of what a launcher tells a rank, or what no rank is told."""
     told = {name: environment[name] for name in (*TOLD, *TOLD_BY_TORCHRUN, RUN_ID) if name in environment}
     if told.keys() <= MEETING_PLACE:
         _check_alone(environment)
@@ -95,9 +79,8 @@ def check_told(environment: Mapping[str, str]) -> None:
     if wrong:
         have = ", ".join(f"{name}={begin_of(value, 40)!r}" for name, value in told.items())
         raise BadInputError(
-            f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. Remove what is left of "
-            f"another one (`unset {' '.join(told)}`), and start ranks by torchrun, accelerate launch or `python -m "
-            "common.launch`."
+            f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. `unset "
+            f"{' '.join(told)}`, and start ranks by torchrun, accelerate launch or `python -m common.launch`."
         )
 
 
@@ -123,18 +106,14 @@ def _what_no_rank_is_told(told: Mapping[str, str]) -> str:
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
-    """Refuse one of several processes that mpirun or srun have started, each of which would be a run of its own.
-
-    Raises:
-        BadInputError: With their number.
-    """
+    """Refuse one of several processes that mpirun or srun have started, each of which would be a run of its own."""
     alone = dict.fromkeys(MPI_SIZES, "1") | {"SLURM_PROCID": "0"}
     if not os.isatty(0):  # a shell that srun has opened has the number of its step's tasks, but is alone
         alone["SLURM_STEP_NUM_TASKS"] = "1"
     for name, value in alone.items():
         if environment.get(name, value) != value:
             raise BadInputError(
-                f"{name} is {begin_of(environment[name], 40)!r}: mpirun or srun has started several processes, which "
-                "are no ranks here. Start one process on each machine, and by it torchrun (docs/several_machines.md); "
-                f"or, if this process is alone, `unset {name}`."
+                f"{name} is {begin_of(environment[name], 40)!r}: mpirun or srun has started several processes. Start "
+                "one on each machine, and by it torchrun (docs/several_machines.md); or, if this process is alone, "
+                f"`unset {name}`."
             )

@@ -20,7 +20,7 @@ from tabulate import tabulate
 from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import WHOLE, fake_step
 from common.checks.folder_runs import folder_parser, run_of_folder
@@ -101,16 +101,16 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
 
 
 def check_can_be_faked(run: RunConfig) -> None:
-    """Raise BadInputError for weights in 4 bits, and for what is divided among ranks."""
+    """Raise NotPlannedError for weights in 4 bits, and for what is divided among ranks."""
     if run.method.quantizes:
         why = f"technique is {run.technique}, quantization {run.quantization}, but fake tensors cannot be quantized"
         option = f"--technique {run.technique}"
-    elif run.is_sharded or run.parallelism.splits_matrices:
+    elif run.parallelism.divides_tensors:
         why = f"parallel is {run.parallel}, but fake tensors are not divided among ranks"
         option = f"--parallel {run.parallel}"
     else:
         return
-    raise BadInputError(f"{why}: ask `python -m common.planner {option}`, {REAL_STEP}.")
+    raise NotPlannedError(f"{why}: ask `python -m common.planner {option}`, {REAL_STEP}.")
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -146,7 +146,7 @@ def extrapolated(few: Timeline, more: Timeline, layers: int) -> Timeline:
 def _depth(config: PretrainedConfig) -> int:
     depths = {getattr(config, name) for name in _depth_names(config)}
     if len(depths) != 1:
-        raise BadInputError(
+        raise NotPlannedError(
             f"The stacks of this {config.model_type} have {sorted(depths)} layers, but a dry run needs equal ones: ask "
             f"`python -m common.planner`, {REAL_STEP}."
         )
@@ -159,7 +159,7 @@ def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
     for names in STACK_DEPTHS:
         if all(hasattr(config, name) for name in names):
             return names
-    raise BadInputError(
+    raise NotPlannedError(
         f"The config of this {config.model_type} does not say how many layers its stacks have, as "
         f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
     )
@@ -192,7 +192,7 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
         verdicts = [verdict(plan, number) for number in range(len(devices))]
         beside = [f"beside training, {plan.higher_phase}"] if plan.higher_phase else []
         beside += [f"projected: {plan.phase_times.said}"] if plan.phase_times else []
-    except BadInputError as unknown:
+    except NotPlannedError as unknown:
         verdicts, beside = [f"no verdict: {unknown}"] * len(devices), []
     for number, device in enumerate(devices):
         if divides_layers(run):

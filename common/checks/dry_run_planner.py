@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
 from common.checks.dry_run import dry_run
@@ -55,7 +55,7 @@ def answer_by_dry_runs(
     """
     for run in asked:
         if run.method.quantizes or not (run.parallelism.is_single or run.parallelism.replicates):
-            raise BadInputError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
+            raise NotPlannedError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what it says is no part of the JSON
         runs = [suited_to_model(run) for run in asked]
     tried = sorted((_try(run, job, gpu, checkpointing) for run in runs), key=_rank)

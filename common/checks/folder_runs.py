@@ -9,7 +9,7 @@ from types import ModuleType
 
 from common.base.parsing import OneSentenceParser, parse_overrides
 from common.base.run_config import RunConfig, check_choice
-from common.base.run_folders import literal_file_of, read_literal, read_lora
+from common.base.run_folders import literal_of, lora_of
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import default_run_name
 
@@ -36,8 +36,7 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
 
 def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
     """Return the same of a run folder, read from its literals."""
-    workflow = literal_file_of(folder)
-    return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
+    return setting_of(literal_of(folder), lora_of(folder), technique, parallel)
 
 
 def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Sequence[str] = ()) -> RunConfig:
@@ -48,9 +47,8 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
     Raises:
         BadInputError: it is no run folder, or a value is out of range.
     """
-    workflow = literal_file_of(folder)
-    own = read_literal(workflow)
-    if not read_lora(workflow):
+    own = literal_of(folder)
+    if not lora_of(folder):
         return parse_overrides(own, arguments, further_options)
     parser = first_options(own)
     options, overrides = parser.parse_known_args(arguments)
@@ -94,5 +92,5 @@ def quick(run: RunConfig) -> RunConfig:
 
 
 def name_of(run: RunConfig) -> str:
-    """Return the name of the results folder that a setting writes when `common.variants` starts it."""
+    """Return the name of the results folder that a setting writes when `common.launch` starts it."""
     return run.run_name or default_run_name(run, "torchrun" if run.world_size > 1 else "python")

@@ -95,7 +95,7 @@ def check_settings(run: RunConfig) -> RunConfig:
         BadInputError: what is unknown, missing or malformed.
     """
     first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
-             check_compiler, check_trackers, check_optimizer, check_schedule_name)  # fmt: skip
+             check_compiler, check_trackers, check_optimizer)  # fmt: skip
     for check in first:
         check(run)
     if run.goal.is_judged and run.independent_judge == "minilm":
@@ -132,8 +132,9 @@ def check_threads(run: RunConfig) -> None:
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Raise BadInputError unless Transformers knows the optimizer, and it can be built and, on a CPU, takes a step."""
+    """Raise BadInputError unless Transformers knows optimizer and schedule, and the optimizer works here."""
     check_choice("optim", run.optim, [each.value for each in OptimizerNames])
+    check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
     if run.optim in SHARDED_OPTIMIZERS:  # PyTorch's own
         return
     weights = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float32 if run.method.has_adapters else weight_dtype(run))
@@ -152,17 +153,11 @@ def check_optimizer(run: RunConfig) -> None:
             optimizer.step()
 
 
-def check_schedule_name(run: RunConfig) -> None:
-    """Raise BadInputError unless Transformers knows the learning-rate schedule."""
-    check_choice("lr_scheduler_type", run.lr_scheduler_type, [each.value for each in SchedulerType])
-
-
 def check_schedule(run: RunConfig, steps: int) -> None:
     """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule.
 
     It is tried where its formula changes: at its ends and those of its warm-up.
     """
-    check_schedule_name(run)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, OTHER_SCHEDULES, "followed"):
@@ -194,7 +189,9 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    if run.parallelism.holds_parts and run.parallelism.part == type(run.parallelism).part:
+    if (run.parallelism.divides_tensors or run.parallelism.pipelines) and run.parallelism.part == type(
+        run.parallelism
+    ).part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
             "names no part of its own; pass another --parallel."
@@ -270,7 +267,7 @@ class DiskNeed:
 def disk_need(run: RunConfig) -> DiskNeed:
     """Return what `run` writes, by the shape of its model, but for records, logs and pictures, which are small."""
     model = model_without_weights(run)
-    models_bytes = run.method.merged_models * sum(weight.nbytes for weight in model.parameters())
+    models_bytes = (2 if run.method.quantizes else 1) * sum(weight.nbytes for weight in model.parameters())
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
         model = with_trained_weights(model, run)
     size = checkpoint_size(run, model.parameters())

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
@@ -23,7 +23,7 @@ from common.checks.planner_options import (
 )
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.architectures import as_classifier, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
@@ -52,8 +52,8 @@ def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
     try:
-        architecture = read_architecture(options.model, options.model_revision, options.classes)
-    except UnknownArchitectureError as unknown:
+        architecture = read_architecture(options.model, options.model_revision)
+    except NotPlannedError as unknown:
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
         faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
@@ -61,6 +61,8 @@ def answer(options: PlannerOptions) -> int:
         runs = [_run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
+    if options.classes:
+        architecture = as_classifier(architecture, options.classes)
     if architecture.tower:
         options = replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
         job = job_of(options)

@@ -52,14 +52,16 @@ class PlannerOptions:
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
     gpu: str | None = setting(None, "Once for all, or for each in order; else this machine's GPUs.", action="append")
-    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", ("--devices",))
+    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", aliases=("--devices",))
     nodes: int = setting(1, "Machines.")
     gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row.", ("--seq-len", "--seq_len"))
-    max_target_length: int | None = setting(None, "Tokens per summary (a row's).", ("--target-len", "--target_len"))
+    max_length: int = setting(1024, "Tokens per row.", aliases=("--seq-len", "--seq_len"))
+    max_target_length: int | None = setting(
+        None, "Tokens per summary (a row's).", aliases=("--target-len", "--target_len")
+    )
     tiles: int | None = setting(
         None, "Squares that a picture is cut into (as many as the processor makes of a square)."
     )

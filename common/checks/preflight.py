@@ -24,7 +24,7 @@ from typing import Any
 from tabulate import tabulate
 
 from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import LARGEST, RunConfig
 from common.checks.folder_runs import folder_parser, run_of_folder
 from common.checks.inputs import check_room_to_save, check_schedule, check_settings, check_training_rows
@@ -34,7 +34,7 @@ from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, gpu_of_device, gpus, read_memory
 from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.architectures import read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plan_texts import why
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run
@@ -63,7 +63,7 @@ def place_and_plan(
     device, no_plan = device_of(run), ""
     try:
         read_architecture(run.model, run.model_revision)
-    except UnknownArchitectureError as unknown:
+    except NotPlannedError as unknown:
         no_plan = str(unknown)
     if run.optim not in OPTIMIZER_BYTES:
         no_plan = f"the planner does not know the optimizer {run.optim}"

@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does, workflows_of
+from common.base.run_folders import lora_of, run_folders, workflow_does, workflows_of
 from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
@@ -127,7 +127,7 @@ def _task_of(plan: Plan) -> str:
 
 def _options(folder: Path, literal: RunConfig, way: Job | RunConfig, wanted: dict[str, object]) -> list[str]:
     """Return what to pass to the folder's command, for the settings that a run like its own is to have."""
-    has_settings = read_lora(literal_file_of(folder))
+    has_settings = lora_of(folder)
     own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
     wanted = wanted.copy()
     wanted |= _fitting(way, own) | _model_settings(own, wanted.pop("model"), wanted.pop("model_revision"))
@@ -188,8 +188,6 @@ def _settings(plan: Plan) -> dict[str, object]:
 def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
     """Return what has to change besides in a folder's own run, so that its settings do not exclude each other."""
     changes: dict[str, object] = {}
-    if way.gradient_checkpointing and way.parallelism.why_not_reentrant:
-        changes["use_reentrant"] = False
     if way.data_parallel_ranks == 1:
         changes["learning_rate_scaling"] = "none"
     length = way.batch.length if isinstance(way, Job) else way.max_length
@@ -208,7 +206,7 @@ def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str
         return {"model": model, "model_revision": model_revision}
     if shape.parent != MODEL_CONFIGS:
         folder = shape.parent.absolute()  # make stands elsewhere, perhaps
-        return {"model": str(folder.relative_to(REPOSITORY) if folder.is_relative_to(REPOSITORY) else folder)}
+        return {"model": str(from_repository(folder))}
     if shape.stem in HUB_IDS:
         return {"model": HUB_IDS[shape.stem]}
     return {"model": shape.stem, "weights": "random"}

@@ -178,7 +178,7 @@ FORMATS = (
 ELSEWHERE = {
     ("prompt", "completion", "label"): "answers that were found good or bad, for which there is no technique here yet; "
     "to learn them all, rename the column label",
-    **{columns: f"{task.rows_are}: go to {task.place}" for task in TASKS.values() for columns in task.told_by},
+    **{columns: f"{task.rows_are}: go to {task.folder_for_one}" for task in TASKS.values() for columns in task.told_by},
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice, zip_longest
 from typing import Any
 
-from common.base.errors import BadInputError, said_by
+from common.base.errors import BadInputError, first_sentence
 from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
@@ -193,7 +193,7 @@ def _decoded(text: str, where: str, decode: Callable[[str], Any] = json.loads) -
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise BadInputError(f"{where} cannot be read ({said_by(error)}): correct or remove it.") from None
+        raise BadInputError(f"{where} cannot be read ({first_sentence(error)}): correct or remove it.") from None
 
 
 def _is_odd(text: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 
 GIB, MIB = 2**30, 2**20
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -259,7 +259,7 @@ def find_gpu(name: str) -> Gpu:
         raise BadInputError(f"The GPU {name!r} may be {' or '.join(gpu.name for gpu in fitting)}: name its memory.")
     known, close = ", ".join(gpu.name for gpu in CATALOGUE), " or ".join(_close(name))
     hint = f" Did you mean {close}?" if close else ""
-    raise BadInputError(f"The GPU {name!r} is not in the catalogue.{hint} It has: {known}.")
+    raise NotPlannedError(f"The GPU {name!r} is not in the catalogue.{hint} It has: {known}.")
 
 
 def gpu_of_device(nvml_name: str) -> Gpu | None:

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, weight_dtype
 from common.models.stages import Sharing, load_stage
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.architectures import read_architecture
 from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
 from common.planning.shares import stages_of
 from common.runtime.rank import exchange_timeout
@@ -34,17 +35,17 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where no rank trains the whole model as it is (`Parallelism.answers_as_computed`), that is the matrix products' one:
+    Where no rank trains the whole model as it is (`Parallelism.divides_tensors`), that is the matrix products' one:
     fp32 weights of mixed precision are for the optimizer.
     """
-    return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
+    return replace(run, precision=run.compute_dtype) if run.parallelism.divides_tensors else run
 
 
 def answering_stages(run: RunConfig) -> int:
     """Return how many ranks share a model that answers; 1 = each has it whole, also one whose layers are not known."""
     try:
         return stages_of(read_architecture(run.model, run.model_revision), run)
-    except UnknownArchitectureError:
+    except NotPlannedError:
         return 1
 
 

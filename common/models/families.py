@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_file_of, read_lora
+from common.base.run_folders import lora_of
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
@@ -128,7 +128,7 @@ def check_heads(run: RunConfig) -> None:
 
 def recipe_targets(run: RunConfig) -> str:
     """Return the layers that the run folder's recipe for adapters names; empty where it names none."""
-    recipe = read_lora(literal_file_of(REPOSITORY / run.run_folder)) if run.run_folder else {}
+    recipe = lora_of(REPOSITORY / run.run_folder) if run.run_folder else {}
     return str(recipe.get("target_modules", ""))
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import psutil
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
@@ -74,7 +74,7 @@ def place_stages(
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
-        UnknownArchitectureError: the closed form does not know the model, and pp or a balanced map needs it.
+        NotPlannedError: the closed form does not know the model, and pp or a balanced map needs it.
     """
     if is_placed_by_modules(run):
         return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
@@ -196,7 +196,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
             check_stages_train(run, placement.stage_map)
     else:
         plan = None
-        with suppress(BadInputError):
+        with suppress(NotPlannedError):
             plan = plan_run(run, batch, gpu, evaluation)
     if plan:
         check_fits(plan)

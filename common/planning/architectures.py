@@ -9,15 +9,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.planning.model_configs import check_sizes, find_config, reach_of_positions, read_config, refuse_quantized
 
 COLOURS = 3
 """Channels of a pixel where the config.json does not say."""
-
-
-class UnknownArchitectureError(BadInputError):
-    """The closed form does not know a model's architecture; the dry run may."""
 
 
 class Block(StrEnum):
@@ -197,7 +193,7 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     Raises:
         BadInputError: There is no such config, it lacks a key, its weights are stored quantized, or it is no encoder
             and cannot classify.
-        UnknownArchitectureError: Its model_type is none of `FAMILIES`.
+        NotPlannedError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model, revision)
     config, place = read_config(path, model), f"{path.name} of {model}"
@@ -206,7 +202,7 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     refuse_quantized(model, config)
     kind = config["model_type"]
     if kind not in FAMILIES:
-        raise UnknownArchitectureError(
+        raise NotPlannedError(
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
     check_sizes(config, place)
@@ -224,7 +220,7 @@ def is_known_architecture(model: str, revision: str = "") -> bool:
     """Return whether the closed form knows `model`; raise as `read_architecture` where its config is wrong."""
     try:
         read_architecture(model, revision)
-    except UnknownArchitectureError:
+    except NotPlannedError:
         return False
     return True
 
@@ -233,10 +229,10 @@ def as_classifier(architecture: Architecture, classes: int) -> Architecture:
     """Return the encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix.
 
     Raises:
-        BadInputError: It is no encoder.
+        NotPlannedError: It is no encoder.
     """
     if not architecture.family.classifier:
-        raise BadInputError(
+        raise NotPlannedError(
             f"{architecture.name} is of kind {architecture.model_type}, but classifiers are planned for encoders "
             "(BERT, RoBERTa) alone: pass --model roberta-large or another of them."
         )
@@ -250,10 +246,11 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
     The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole.
 
     Raises:
-        BadInputError: It is no encoder, or heads or the MLP's size cannot be divided evenly.
+        NotPlannedError: It is no encoder.
+        BadInputError: Heads or the MLP's size cannot be divided evenly.
     """
     if not architecture.family.classifier:
-        raise BadInputError(
+        raise NotPlannedError(
             "--parallel tp is planned for encoders (BERT, RoBERTa) alone: pass --parallel ddp, fsdp or pp."
         )
     sizes = {field: getattr(architecture, field) for field in ("heads", "kv_heads", "intermediate")}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack, read_architecture
@@ -220,6 +220,9 @@ class Job(HasSpecs):
     draws_weights: bool = False
 
     def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_BYTES:
+            known = ", ".join(OPTIMIZER_BYTES)
+            raise NotPlannedError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
         for is_broken, complaint in _contradictions(self):
             if is_broken:
                 raise BadInputError(complaint)
@@ -267,7 +270,7 @@ class Job(HasSpecs):
     @property
     def whole_model_bytes(self) -> int:
         """Bytes of a weight where the whole model answers beside training (`common.models.answering.answering_run`)."""
-        return self.arithmetic_bytes if self.parallelism.answers_as_computed else self.weight_bytes
+        return self.arithmetic_bytes if self.parallelism.divides_tensors else self.weight_bytes
 
     @property
     def trained_bytes(self) -> int:
@@ -295,7 +298,7 @@ class Job(HasSpecs):
         the last layers, whose gradients come first; the first half have theirs when half of the activations are gone.
         """
         sharing = self.parallelism
-        is_stage_2 = sharing.uses_deepspeed and sharing.shards_gradients and not sharing.shards_weights
+        is_stage_2 = sharing.uses_deepspeed and "gradients" in sharing.shards and not sharing.shards_weights
         return is_stage_2 and not self.offload and 2 * (rank + 1) > self.devices
 
     def adapts(self, linear: Linear) -> bool:
@@ -319,7 +322,7 @@ class Job(HasSpecs):
         names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
-                raise BadInputError(
+                raise NotPlannedError(
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
                     f"{','.join(names)}."
                 )
@@ -328,12 +331,8 @@ class Job(HasSpecs):
 def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
     sharing, devices, rows, parts = job.parallelism, job.devices, job.batch.rows, job.micro_batches
     named, library = f"--parallel {job.parallel}", sharing.sharded_by or "tensor parallelism"
-    optimizers, even_rows = ", ".join(OPTIMIZER_BYTES), -(-rows // parts) * parts
+    even_rows = -(-rows // parts) * parts
     return (
-        (
-            job.optimizer not in OPTIMIZER_BYTES,
-            f"The optimizer {job.optimizer!r} is not known to the planner: pass one of {optimizers}.",
-        ),
         (
             sharing.is_single and devices != 1,
             f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp.",

@@ -257,7 +257,7 @@ class DeviceSums(BetweenSteps):
         """Return the gradients of so many weights; none where they have a buffer, or wait in the host's memory."""
         job, sharing = self.job, self.job.parallelism
         elsewhere = job.has_buckets or sharing.collects_gradients or (job.offload and sharing.shards_weights)
-        ranks = job.shard_ranks if sharing.shards_gradients else 1
+        ranks = job.shard_ranks if "gradients" in sharing.shards else 1
         return [numbers(Part.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 
     def _scattered(self) -> list[Term]:

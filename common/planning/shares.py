@@ -35,8 +35,18 @@ def whole_model(architecture: Architecture) -> Share:
 
 
 def stages_of(architecture: Architecture, job: HasSpecs) -> int:
-    """Return in how many stages a model answers beside training; 1 = whole, or with mp as in training."""
-    return job.answering_stages(architecture.layers) if len(architecture.stacks) == 1 else 1
+    """Return how many ranks share a model that answers beside training; 1 = each has it whole.
+
+    Those that share its weights in training do, or, where there are too few layers, as many of them as divide the
+    ranks: each holds some of the layers then.
+    """
+    sharing, layers = job.parallelism, architecture.layers
+    if sharing.in_one_process or len(architecture.stacks) > 1:
+        return 1
+    together = job.devices
+    if not (sharing.pipelines or sharing.splits_matrices):
+        together = job.shard_ranks if sharing.shards_weights else 1
+    return max(count for count in range(1, together + 1) if together % count == 0 and count <= layers)
 
 
 def widest_matrix(architecture: Architecture) -> int:

@@ -13,7 +13,7 @@
 
 from dataclasses import astuple, dataclass, replace
 
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.hardware.devices import GIB, Gpu
 from common.planning.architectures import Architecture, Stack, Tower
 from common.planning.job import Job, Kernels
@@ -310,5 +310,5 @@ def peak_tflops(gpu: Gpu, job: Job) -> float:
     """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s; refuse a precision that it does not have."""
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
-        raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
+        raise NotPlannedError(f"The {gpu.name} does not compute in {job.precision}: pass fp16-mixed or fp32.")
     return peak

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.base.specs import TASKS, TECHNIQUES, is_registered
+from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS
@@ -187,7 +187,7 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> C
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
         is_other = config.get("task", "chat") != task  # older records know one task only
-        if record["status"] != "completed" or is_other or not is_registered(record) or len(record["world"]) > 1:
+        if record["status"] != "completed" or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         if config["device"] == "cpu":
             flops_per_s = record["tokens_per_s"] * record["flops_per_token"]

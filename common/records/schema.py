@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
-from common.base.specs import TASKS, TECHNIQUES, is_registered
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
 MOST = 10**18
 """More than any count, number of bytes or seconds of a run."""
@@ -68,12 +68,23 @@ Scores = _keys({
 """How good a model is; None where nobody judged, or the data name no facts."""
 Held = _keys({"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
 """Of a rank between two passes."""
+Memory = _keys(
+    {
+        **dict.fromkeys(("planned_gib", "peak_allocated_gib"), Amount | None),
+        **dict.fromkeys(("peak_rss_gib", "total_gib"), Amount),
+        **dict.fromkeys(("planned_gib_by_phase?", "peak_gib_by_phase?"), dict[Text, Amount]),
+        "rank": Count,
+        "device": Text,
+        "peak_training_gib?": Positive | None,
+    }
+)
+"""Of a device: what was planned, and its peaks."""
 SCHEDULES = ("naive", "gpipe", "1f1b")
 
 Fields = _keys({
     "status": Literal["completed", "failed", "oom", "interrupted"],
-    "technique": Text,
-    "parallel": Text,
+    "technique": Annotated[Text, _refused(lambda name: name not in TECHNIQUES, "it is no technique known here")],
+    "parallel": Annotated[Text, _refused(lambda name: name not in PARALLELISMS, "it is no parallelism known here")],
     "run_folder": Annotated[
         Text,
         _refused(
@@ -116,22 +127,7 @@ Fields = _keys({
     "best_accuracy?": Score,
     "merged_validation_losses?": dict[Text, Score],
     "checkpoints?": _keys({"best": Text | None, "went_on_from": Text | None}),
-    "memory?": Annotated[
-        list[
-            _keys({
-                "rank": Count,
-                "device": Text,
-                "planned_gib": Amount | None,
-                "peak_training_gib?": Positive | None,
-                "peak_allocated_gib": Amount | None,
-                "peak_rss_gib": Amount,
-                "total_gib": Amount,
-                "planned_gib_by_phase?": dict[Text, Amount],
-                "peak_gib_by_phase?": dict[Text, Amount],
-            })
-        ],
-        NotEmpty,
-    ],
+    "memory?": Annotated[list[Memory], NotEmpty],
     "machine_ceiling?": _keys({
         "strong": Positive,
         "weak": Positive,
@@ -189,12 +185,14 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 """Scores of an adapter that was merged into the base before it was quantized."""
 
 
-def wrong_in(record: object) -> str:
-    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well."""
+def wrong_in(record: object, whole: bool = False) -> str:
+    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well.
+
+    With `whole`, also what a completed run lacks.
+    """
     try:
         RECORD.validate_python(record, strict=True)
-        if is_registered(record):
-            idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
+        idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         place = ".".join(map(str, first["loc"])) or "it"
@@ -203,19 +201,17 @@ def wrong_in(record: object) -> str:
         return f"{place} is {'missing' if first['type'] == 'missing' else value}{more}"
     except BadInputError as error:
         return str(error)
-    return ""
+    missing = ", ".join(_missing_from(record) if whole else ())
+    return missing and f"of a completed run it lacks {missing}"
 
 
-def missing_from(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that a record of a completed run lacks, whose values are well."""
-    if record["status"] != "completed" or not is_registered(record):
+def _missing_from(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that a record of a completed run lacks."""
+    if record["status"] != "completed":
         return
     task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
-    needed = {
-        *FIGURES,
-        *(("best_accuracy",) if task.classifies else ()),
-        *(("quantization",) if TECHNIQUES[record["technique"]].quantizes else ()),
-    }
+    is_quantized = TECHNIQUES[record["technique"]].quantizes
+    needed = (*FIGURES, *["best_accuracy"] * task.classifies, *["quantization"] * is_quantized)
     yield from sorted(name for name in needed if record.get(name) is None)
     settings = (*SETTINGS, "exchange_answers") if task.compares else SETTINGS
     yield from (f"config.{name}" for name in settings if name not in record["config"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.base.inert import one_line
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
 from common.hardware import devices
@@ -32,7 +32,7 @@ PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "b
 Record = dict[str, Any]
 
 NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
-    "sharing": lambda run: run.sharing if run.is_sharded else "",
+    "sharing": lambda run: run.sharing if run.parallelism.shards else "",
     "batch": lambda run: f"batch{run.per_device_train_batch_size}",
     "technique": lambda run: run.technique,
     "parallel": lambda run: run.parallel,
@@ -47,16 +47,15 @@ NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
 
 def settings_anywhere(run: RunConfig) -> dict[str, object]:
     """Return the run's settings so that they mean the same in every folder: absolute paths outside the repository."""
-    places = {name: getattr(run, name) for name in PLACES}
+    places = {name: _found(getattr(run, name)) for name in PLACES}
     results_root = str(Path(run.results_root).expanduser().absolute()) if run.results_root else ""
-    return {**run.to_dict(), **{name: _found(place) for name, place in places.items()}, "results_root": results_root}
+    return {**run.to_dict(), **places, "results_root": results_root}
 
 
 def _found(place: str) -> str:
     path = Path(os.path.abspath(Path(place).expanduser()))
-    if not place or not path.exists():  # a Hub id, a URL, or looked for from the repository's root
-        return place
-    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
+    # else a Hub id, a URL, or looked for from the repository's root
+    return str(from_repository(path)) if place and path.exists() else place
 
 
 def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
@@ -68,21 +67,18 @@ def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
 def fit_to_be_kept(record: Record) -> Record:
     """Return a record without paths of this machine in its settings and its command."""
     config = without_paths(record["config"])
+    if config == record["config"]:
+        return record
     short = {value: config[name] for name, value in record["config"].items() if value != config[name]}
     words = [short.get(word, word) for word in words_of_command(record)]
     if "--results_root" in words:
         place = words.index("--results_root")
         del words[place : place + 2]
-    command = record["command"] if config == record["config"] else shlex.join(words)
-    return {**record, "config": config, "command": command}
+    return {**record, "config": config, "command": shlex.join(words)}
 
 
 def words_of_command(record: Record) -> list[str]:
-    """Return the command of a record, word by word.
-
-    Raises:
-        BadInputError: a quote in it is not closed.
-    """
+    """Return the command of a record, word by word, whose quotes must be closed."""
     with reading(f"The command of the record of {record['run_name']}", AGAIN.capitalize()):
         return shlex.split(record["command"])
 
@@ -142,10 +138,7 @@ def load_record(path: Path, whole: bool = False) -> Record:
         BadInputError: The file is no record, has a value that nobody can read, or a schema that this code does not
             know; with `whole`, also where a completed run lacks a figure of its task.
     """
-    from common.records.schema import (
-        missing_from,
-        wrong_in,
-    )  # here: Pydantic takes a moment, which `--help` need not wait for
+    from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
 
     if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
         found = "it is a folder" if path.is_dir() else "there is no such file"
@@ -160,25 +153,21 @@ def load_record(path: Path, whole: bool = False) -> Record:
         raise BadInputError(
             f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
         )
-    if wrong := wrong_in(record):
+    if wrong := wrong_in(record, whole):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
-    if whole and (missing := ", ".join(missing_from(record))):
-        raise BadInputError(f"{path} is of a completed run, but lacks {missing}: {AGAIN}")
     return record
 
 
 def records_in(files: Iterable[Path]) -> Iterator[tuple[Path, Record]]:
-    """Yield the whole records among some files, one by one, each with its file.
+    """Yield the records among some files, one by one, each with its file.
 
     A file that is none is named on stderr, once, and passed over: one bad record does not hide the others.
     """
     for file in files:
         try:
-            record = load_record(file, whole=True)
+            yield file, load_record(file, whole=True)
         except BadInputError as error:
             _say_left_out(str(error))
-        else:
-            yield file, record
 
 
 @cache
@@ -192,10 +181,7 @@ def kept_files(folders: str = KEPT) -> list[Path]:
 
 
 def kept_records(folders: str = KEPT) -> list[Record]:
-    """Return every record that was kept in `folders`, a pattern, in the order of folders and names.
-
-    They are read again only when a file has changed, as plans are made by the hundred: change none of them.
-    """
+    """Return every record that was kept in `folders`, a pattern, in order; read again only when a file has changed."""
     files = kept_files(folders)
     return list(_whole_records(tuple(files), tuple(file.lstat().st_mtime_ns for file in files)))
 
@@ -206,22 +192,20 @@ def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> l
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record from `<run folder>/results/<name>` to `records/<name>.json`, to be committed.
+    """Copy a run's record from `<run folder>/results/<name>` to the folder `records`, or `<run folder>/records`.
 
-    Without `records` that is `<run folder>/records`. Paths of this machine stay behind: of a model or data elsewhere
-    the name is kept.
+    Paths of this machine stay behind.
 
     Raises:
         BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
     """
     record = load_record(results_folder / RECORD_NAME)
-    threads = record["config"].get("threads", 1)
+    threads, folder = record["config"].get("threads", 1), results_folder.resolve()
     if threads > 1:
         raise BadInputError(
             f"{results_folder} was computed with {threads} threads a device, and kept records are compared with those "
             "of one: run it again without --threads."
         )
-    folder = results_folder.resolve()
     if folder.parent.name != "results":
         raise BadInputError(
             f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
@@ -230,6 +214,5 @@ def keep_record(results_folder: Path, records: Path | None = None) -> Path:
     kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():
         print(f"replaces the earlier {kept.name}")
-    as_written = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
-    write_json(fit_to_be_kept(as_written), kept)
+    write_json(fit_to_be_kept(record), kept)
     return kept

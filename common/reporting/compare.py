@@ -15,7 +15,6 @@ from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, idle_settings
-from common.base.specs import is_registered
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.columns import NO_BASELINE, OFF, Column, column
 from common.reporting.layout import fitted, screen_width
@@ -139,7 +138,7 @@ def settings_of(run: Record) -> dict[str, Any]:
     Those that a record is too old for were at their defaults.
     """
     config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMES}
-    idle = idle_settings(config) if is_registered(run) else ()
+    idle = idle_settings(config)
     return {name: None if name in idle else value for name, value in config.items()}
 
 

@@ -117,7 +117,7 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
     return [
         (f"`{folder.name}`", not_run(folder, run), run)
         for folder, run in run_folders().items()
-        if run.device == "cuda" and not run.goal.has_own_tables and (run.technique, run.parallel) in kinds
+        if run.device == "cuda" and not run.goal.reporting and (run.technique, run.parallel) in kinds
     ]
 
 

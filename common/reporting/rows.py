@@ -20,7 +20,7 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task, is_registered
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
@@ -138,7 +138,7 @@ def own_tables(task: Task) -> ModuleType:
 def metrics_of(record: Record) -> tuple[Metric, ...]:
     """Return how good the answers of a run's task are; a task from outside has those of chats."""
     task = TASKS.get(task_of(record))
-    return own_tables(task).METRICS if task and task.has_own_tables else ANSWER_METRICS
+    return own_tables(task).METRICS if task and task.reporting else ANSWER_METRICS
 
 
 # -- which runs a table has
@@ -155,8 +155,8 @@ def task_of(record: Record) -> str:
 
 
 def is_comparable(record: Record) -> bool:
-    """Return whether a run completed, and did what is registered here."""
-    return record["status"] == "completed" and is_registered(record)
+    """Return whether a run completed."""
+    return record["status"] == "completed"
 
 
 def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> list[Record]:
@@ -320,7 +320,7 @@ def waiting(records: Iterable[Record], *kinds: Kind) -> list[Row]:
     return [
         not_run(folder, run)
         for folder, run in run_folders().items()
-        if not run.goal.has_own_tables and run.run_folder not in done
+        if not run.goal.reporting and run.run_folder not in done
         if not kinds or (run.technique, run.parallel) in kinds
     ]
 
@@ -368,13 +368,9 @@ def not_run(folder: Path, run: RunConfig) -> Row:
 
 
 def kind_name(technique: str, parallel: str) -> str:
-    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`.
-
-    What another program has registered is called as it is in the record.
-    """
-    how = PARALLELISMS.get(parallel)
-    title = TECHNIQUES[technique].title if technique in TECHNIQUES else technique
-    return title + ("" if how and how.is_single else f" with {how.label if how else parallel}")
+    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
+    how = PARALLELISMS[parallel]
+    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
 
 
 def setting_name(row: Row) -> str:

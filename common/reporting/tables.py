@@ -40,7 +40,7 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More words: docs/glossary.md; details: the folders' readmes."""
 
-OWN_TABLES = [own_tables(task) for task in TASKS.values() if task.has_own_tables]
+OWN_TABLES = [own_tables(task) for task in TASKS.values() if task.reporting]
 MODULES = (benchmark, chats, full, qlora, *OWN_TABLES, findings, publications, own_data, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 

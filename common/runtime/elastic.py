@@ -37,7 +37,7 @@ def run_as_started(run: RunConfig) -> RunConfig:
         "learning_rate": run.peak_learning_rate,
         "learning_rate_scaling": "none",
     }
-    if run.is_sharded and started < 2:
+    if run.parallelism.shards and started < 2:
         raise BadInputError(
             f"1 rank started, but {run.parallel} divides the model among two or more: start more machines."
         )

@@ -22,9 +22,10 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from common.base.command_line import how_to_resume, say_when_told_to_end
-from common.base.errors import BadInputError, when_told_to_end
+from common.base.errors import BadInputError
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
+from common.base.signals import on_end_signal
 from common.base.torchrun import is_of_torchrun, nodes_command
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.runtime.elastic import store_of_this_start
@@ -46,7 +47,7 @@ def check_world(run: RunConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     nodes = started // int(os.environ.get("LOCAL_WORLD_SIZE", started))
     if started != run.world_size:
-        other = "" if run.is_sharded and started < 2 else f", or pass --devices {started} if that is meant"
+        other = "" if run.parallelism.shards and started < 2 else f", or pass --devices {started} if that is meant"
         raise BadInputError(
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
             f"{started} started: use {start_command(run)}{other}."
@@ -185,7 +186,7 @@ def _let_groups_finish() -> None:
     threads with them. One that drops a work's tensor just as Python begins to end is ended by Python in the midst of
     C++, which ends the rank by SIGABRT: on a busy machine, now and then, after everything was saved.
     """
-    when_told_to_end(signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
+    on_end_signal(signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
     time.sleep(LAST_WORKS_S)
 
 

@@ -18,15 +18,15 @@ from common.base.errors import (
     AskedToEndError,
     BadInputError,
     RunStoppedError,
+    first_sentence,
     is_full_disk,
-    is_of_the_network,
-    said_by,
+    is_lost_peer,
     status_of,
-    told_later,
 )
-from common.base.paths import REPOSITORY
+from common.base.paths import from_repository
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
+from common.base.signals import end_signals_deferred
 from common.base.torchrun import nodes_command
 from common.hardware import devices
 from common.planning.model_configs import cached_commit
@@ -121,15 +121,15 @@ class RunRecorder:
         try:
             yield
         except BaseException as error:  # an interrupt ends a run, too
-            with told_later():
+            with end_signals_deferred():
                 hide_secrets(error)
                 self._failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
             if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
                 raise RunStoppedError(
-                    f"The disk of {self.folder} is full ({name}: {said_by(error)}): make room there, or pass another "
-                    f"--results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+                    f"The disk of {self.folder} is full ({name}: {first_sentence(error)}): make room there, or pass "
+                    f"another --results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
                 ) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
@@ -147,8 +147,8 @@ class RunRecorder:
             return
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
-        rank, is_lost_rank = self.rank.rank, is_of_the_network(error)
-        lost = f"another rank is gone, as rank {rank} saw ({said_by(error)}): its output says why"
+        rank, is_lost_rank = self.rank.rank, is_lost_peer(error)
+        lost = f"another rank is gone, as rank {rank} saw ({first_sentence(error)}): its output says why"
         figures = {
             "failed_phase": phase,
             "failed_rank": None if is_lost_rank or isinstance(error, AskedToEndError) else rank,
@@ -209,8 +209,7 @@ class RunRecorder:
             where = self.folder.relative_to(self.folder.parents[1])
             print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
             if self.run.goal.chats:
-                place = self.folder.relative_to(REPOSITORY) if self.folder.is_relative_to(REPOSITORY) else self.folder
-                print(f"talk to it: python -m common.chat {shlex.quote(str(place))}")
+                print(f"talk to it: python -m common.chat {shlex.quote(str(from_repository(self.folder)))}")
         self.stop()
         return record
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from common.base.errors import END_SIGNALS
+from common.base.signals import END_SIGNALS
 from common.runtime.world import Rank
 
 HUNG_EXIT_CODE = 4

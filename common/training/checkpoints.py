@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate.utils import gather_object, wait_for_everyone
 
-from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
+from common.base.errors import BadInputError, RunStoppedError, first_sentence, is_lost_peer
 from common.base.run_config import BAD, LAST
 from common.hardware.devices import GIB
 from common.runtime.disks import places_aside
@@ -79,11 +79,11 @@ class UnfinishedCheckpoint:
         try:
             yield self.partial
         except BaseException as error:  # DCP's own derives from it
-            if isinstance(error, KeyboardInterrupt | SystemExit | RunStoppedError) or is_of_the_network(error):
+            if isinstance(error, KeyboardInterrupt | SystemExit | RunStoppedError) or is_lost_peer(error):
                 raise
             root = self.folder.parent
             raise RunStoppedError(
-                f"The checkpoint after step {self.step} could not be written ({said_by(error)}; "
+                f"The checkpoint after step {self.step} could not be written ({first_sentence(error)}; "
                 f"{shutil.disk_usage(root).free / GIB:.2f} GiB are free in {root}): make room there, or pass another "
                 f"--results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
             ) from error
@@ -221,8 +221,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = (folder / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(
-            f"{folder} has no {MANIFEST_FILE} that can be read ({said_by(error)}), so that it is no whole checkpoint: "
-            "pass a folder checkpoint-<step> that a run of this folder wrote."
+            f"{folder} has no {MANIFEST_FILE} that can be read ({first_sentence(error)}), so that it is no whole "
+            "checkpoint: pass a folder checkpoint-<step> that a run of this folder wrote."
         ) from None
     try:
         listed = json.loads(content)

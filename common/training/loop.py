@@ -35,7 +35,7 @@ from transformers import (
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from common.base.errors import BadInputError, RunStoppedError
+from common.base.errors import NotPlannedError, RunStoppedError
 from common.base.run_config import LAST
 from common.data.batches import (
     SORTED_STEPS,
@@ -429,7 +429,7 @@ def plan_training(log: RunRecorder, batch: BatchShape, evaluation: EvaluationSha
             f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({batch.rows} rows of "
             f"{batch.length} tokens at most); {why(plan)}"
         )
-    except BadInputError as unknown:
+    except NotPlannedError as unknown:
         plan, said = None, f"no plan: {unknown}"
     if log.rank.is_main:
         print(said)

@@ -85,7 +85,7 @@ class Part:
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
         """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
-        self.is_whole = not run.parallelism.holds_parts
+        self.is_whole = not (run.parallelism.divides_tensors or run.parallelism.pipelines)
         self.module = module
         self.model = getattr(module, "module", module)
         self.called = self.model
@@ -348,7 +348,8 @@ def clip_divided(
 def _compares_shares(run: RunConfig) -> bool:
     """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
     literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
+    sharing = run.parallelism
+    return sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
 
 
 def part_class(run: RunConfig) -> type[Part]:

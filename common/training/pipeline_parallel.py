@@ -7,12 +7,12 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from typing_extensions import override
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
 from common.models.saved_stages import save_parts
 from common.models.stages import Sharing
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.architectures import read_architecture
 from common.runtime.world import Rank
 from common.training.answer_logits import Batch
 from common.training.part import Part, clip_divided
@@ -43,7 +43,7 @@ class Stage(Part):
             )
         try:
             read_architecture(run.model, run.model_revision)
-        except UnknownArchitectureError as unknown:
+        except NotPlannedError as unknown:
             raise BadInputError(
                 f"Layers are placed by their planned memory, but: {unknown} Pass --parallel ddp, or with a decoder "
                 "go to 2.5 (mp)."

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object
 
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Tokens, tokens_in
@@ -145,7 +145,7 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
     shapes = Counter(replace(longest_batch([row], 1, run), classes=classes) for row in counted)
     try:
         architecture = architecture_of_run(run, next(iter(shapes)))
-    except BadInputError:
+    except NotPlannedError:
         halved = 2 if run.goal.summarizes else 1
         formula = "6 per trained weight, 4 per frozen one" + ", halved: encoder or decoder" * run.goal.summarizes
         flops = (4 * multiplied + 2 * min(trained, multiplied)) // halved  # a trained lookup multiplies nothing

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from common.base.asked_to_save import is_asked_to_save
 from common.base.errors import AskedToEndError, BadInputError
 from common.base.run_config import LAST, RunConfig
+from common.base.signals import is_asked_to_save
 from common.data.row_checks import say_once
 from common.hardware.devices import size_text
 from common.models.shards import byte_count, global_numel, host_copy, local_part

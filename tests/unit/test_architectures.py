@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.base.errors import BadInputError
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.base.errors import BadInputError, NotPlannedError
+from common.planning.architectures import read_architecture
 from common.planning.model_configs import MODEL_CONFIGS, cached_commit, find_config, is_hub_id, usual_tiles
 
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_an_id_is_none(model: str) -> None:
             BadInputError,
             "vocab_size in config.json .* is 'x', but must be a whole number",
         ),
-        ('{"model_type": "mamba"}', UnknownArchitectureError, r"'mamba'.*llama, mistral, qwen2"),
+        ('{"model_type": "mamba"}', NotPlannedError, r"'mamba'.*llama, mistral, qwen2"),
     ],
 )
 def test_a_broken_or_unknown_config_is_named(text: str, error: type, sentence: str, tmp_path: Path) -> None:

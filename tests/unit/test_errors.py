@@ -17,18 +17,9 @@ from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from common.base.command_line import ASKED_TO_END_EXIT_CODE, FAULT, SPEAK_FIRST_S, refused_in_one_sentence
-from common.base.errors import (
-    END_SIGNALS,
-    AskedToEndError,
-    BadInputError,
-    is_full_disk,
-    is_of_the_network,
-    reading,
-    status_of,
-    told_later,
-    when_told_to_end,
-)
+from common.base.errors import AskedToEndError, BadInputError, is_full_disk, is_lost_peer, reading, status_of
 from common.base.paths import is_embedded
+from common.base.signals import END_SIGNALS, end_signals_deferred, on_end_signal
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 
@@ -63,7 +54,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
     ],
 )
 def test_a_lost_rank_is_told_from_an_error_of_this_one(error: BaseException, is_lost_rank: bool, status: str) -> None:
-    assert (is_of_the_network(error), status_of(error)) == (is_lost_rank, status)
+    assert (is_lost_peer(error), status_of(error)) == (is_lost_rank, status)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +158,8 @@ def usual_ends() -> Iterator[None]:
 @pytest.mark.parametrize("number", END_SIGNALS)
 def test_whatever_tells_a_process_to_end_waits_until_a_failure_is_recorded(number: signal.Signals) -> None:
     heard = []
-    when_told_to_end(lambda number, _: heard.append(number))
-    with told_later():
+    on_end_signal(lambda number, _: heard.append(number))
+    with end_signals_deferred():
         signal.raise_signal(number)
         assert not heard
     assert heard == [number]
@@ -179,10 +170,10 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
     """As `nohup` has it: the terminal may be closed."""
     heard = []
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    when_told_to_end(lambda number, _: heard.append(number))
-    with told_later():
+    on_end_signal(lambda number, _: heard.append(number))
+    with end_signals_deferred():
         signal.raise_signal(signal.SIGHUP)
-    when_told_to_end(signal.SIG_DFL)
+    on_end_signal(signal.SIG_DFL)
     signal.raise_signal(signal.SIGHUP)
     assert not heard
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.planner_command import main
@@ -395,7 +395,7 @@ def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
     on_cpu = plan_run(RunConfig(), batch)
     assert on_cpu.cluster.gpus[0].name == CPU_DEVICE
     assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(CPU_PROCESS_GIB)
-    with pytest.raises(BadInputError, match="'adafactor' is not known to the planner"):
+    with pytest.raises(NotPlannedError, match="'adafactor' is not known to the planner"):
         plan_run(RunConfig(optim="adafactor"), batch)
 
 

@@ -14,7 +14,6 @@ import pytest
 from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.base.specs import is_registered
 from common.records import store
 from common.records.schema import wrong_in
 from common.records.store import (
@@ -106,7 +105,12 @@ def test_a_bad_record_is_named_in_one_line_and_the_others_are_read(
 def test_why_a_value_is_bad_is_said_as_a_sentence() -> None:
     record = json.loads(LORA.read_text(encoding="utf-8"))
     assert not wrong_in(record)
-    for bad in ({"run_folder": "/etc"}, {"run_name": "../there"}, {"run_folder": "/etc", "steps": "many"}):
+    for bad in (
+        {"run_folder": "/etc"},
+        {"run_name": "../there"},
+        {"technique": "dora"},
+        {"parallel": "hsdp", "steps": "a"},
+    ):
         said = wrong_in(record | bad)
         name, value = next(iter(bad.items()))
         assert said.startswith(f"{name} is {value!r} (it is no ")
@@ -182,7 +186,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
     if is_comparable(record):
         assert "<" not in page.page_of([record])[0].partition('type="application/json">')[2].partition("<")[0]
         page_runs.divided(record)
-    if task_of(record) == "chat" and is_registered(record):
+    if task_of(record) == "chat":
         on_screen(side_by_side(runs))
     for said in (text_of, json_of):
         compare.printable(said(runs, Path("p")))

@@ -94,13 +94,10 @@ def test_a_record_older_than_a_setting_ran_with_its_default(records: list[Record
     assert baseline_of(strong, records, "effective_batch_size") is None
 
 
-def test_what_another_program_or_hybrid_sharding_recorded_is_passed_over_or_named(records: list[Record]) -> None:
+def test_hybrid_sharding_is_named(records: list[Record]) -> None:
     single, strong, _ = records
-    foreign = {**single, "parallel": "averaging"}
-    other_task = {**single, "config": {**single["config"], "task": "counting"}}
     strong["config"]["dp_replicate_size"] = 2
-    assert baseline_of(strong, [foreign, single], "effective_batch_size") is single
-    assert completed([other_task, single]) == [single]
+    assert baseline_of(strong, [single], "effective_batch_size") is single
     assert "(2 copies)" in approach(strong)
 
 

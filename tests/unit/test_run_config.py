@@ -40,7 +40,7 @@ OUT_OF_RANGE = [
 CONTRADICTIONS = [
     (
         {"parallel": "ddp", "devices": 2, "gradient_checkpointing": True, "use_reentrant": True},
-        "use_reentrant is True, but DDP",
+        "use_reentrant is True, which is for single and mp",
     ),
     ({"attention": "flash"}, "attention is flash, but device is cpu"),
     ({"parallel": "mp"}, "parallel is mp, but there is one stage: pass --stages 2 or more"),
@@ -91,7 +91,7 @@ NOT_OF_CLASSIFICATION = [
     ({**TENSOR_PARALLEL, "task": "chat"}, "task is chat, but technique is full and parallel tp: it is done with"),
     ({**TENSOR_PARALLEL, "precision": "bf16"}, "parallel is tp, but precision is bf16: pass --precisi"),
     ({**TENSOR_PARALLEL, "gradient_checkpointing": True}, "gradient_checkpointing is True, which tp is not"),
-    ({**TENSOR_PARALLEL, "optim": "adafactor"}, "optim is adafactor, which parts of a matrix are not tes"),
+    ({**TENSOR_PARALLEL, "optim": "adafactor"}, "optim is adafactor, which tensor parallelism cannot divide"),
     ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
     ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
     ({**CLASSIFIER, "parallel": "mp", "stages": 2}, "full or lora, and single, ddp, pp, tp (3.1)"),

@@ -16,7 +16,7 @@ from common.base.run_folders import literal_of, read_literal
 from common.checks.folder_runs import name_of, quick, run_of_folder
 from common.checks.inputs import check_folder
 from common.data.splits import load_splits
-from common.variants import run_settings_from_command_line
+from common.launch import run_settings_from_command_line
 
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 NAME = "my_workflow_text_classification"
@@ -100,9 +100,9 @@ def test_the_table_of_all_has_no_other_runs(
     mine = {"run_folder": workflow.RUN.run_folder, "run_name": "python-full-single-seed42"}
     others = [{**mine, "run_folder": "elsewhere"}, {**mine, "run_name": "other-data"}]
     shown = []
-    monkeypatch.setattr("common.variants.check_inputs", lambda _: None)
-    monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
-    monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
+    monkeypatch.setattr("common.launch.check_inputs", lambda _: None)
+    monkeypatch.setattr("common.launch.stream_command", lambda *_, **__: None)
+    monkeypatch.setattr("common.launch.results_of_this_machine", lambda: [mine, *others])
     monkeypatch.setattr("common.reporting.classification.results_text", lambda records: shown.extend(records) or "")
     command("--all")
     assert shown == [mine]
@@ -152,8 +152,8 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
         if "ddp" in command:
             raise RuntimeError("exit code 1")
 
-    monkeypatch.setattr("common.variants.stream_command", start)
-    monkeypatch.setattr("common.variants.results_of_this_machine", list)
+    monkeypatch.setattr("common.launch.stream_command", start)
+    monkeypatch.setattr("common.launch.results_of_this_machine", list)
     options = ["--quick", "--num_train_epochs", "1"]
     code, said, error = command("--all", *options)
     assert started == [([*setting, *options], FOLDER) for setting in workflow.SETTINGS]

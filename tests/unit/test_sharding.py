@@ -60,7 +60,7 @@ def toy() -> LlamaForCausalLM:
             "DeepSpeed's bf16 keeps an fp32 copy of the weights already",
         ),
         ({"precision": "fp16-mixed"}, "precision is fp16-mixed, which fsdp does not scale losses for"),
-        ({"gradient_checkpointing": True, "use_reentrant": True}, "use_reentrant is True, but FSDP"),
+        ({"gradient_checkpointing": True, "use_reentrant": True}, "use_reentrant is True, which is for single and mp"),
         ({"offload": "cpu"}, "offload is cpu, but device is cpu"),
         ({"parallel": "single", "devices": 1, "offload": "cpu"}, "offload is cpu, which is for fsdp and zero"),
         ({"dp_replicate_size": 2}, "dp_replicate_size is 2, but 2 devices cannot form 2 equal groups of two or more"),
