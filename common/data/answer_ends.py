@@ -1,14 +1,13 @@
 """What ends an answer: learnt from the chat template, and used alike wherever a model answers or is handed on.
 
-A base's tokenizer often names another end token than the mark that ends a turn in its chat template, which is what a
-tuned model learns: a generation that stops at the tokenizer's own would go on behind each answer.
+A base's tokenizer often names another end token than its template writes: generation would go on behind each answer.
 """
 
 import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,60 +27,54 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Of a tokenizer's named templates, those that Transformers takes for rows without tools, and with some."""
 
 
-class SlowTemplateError(BadInputError):
-    """A chat template that computes without end, or nearly so."""
+class _TooSlow(BaseException):
+    """Raised in a chat template; what catches a template's own errors lets it pass."""
 
 
 @contextmanager
 def in_time(what: str) -> Iterator[None]:
-    """Interrupt a chat template that computes for more than `RENDERING_S` seconds; only a main thread can be.
+    """Refuse a chat template that computes for more than `RENDERING_S` seconds; only a main thread can be interrupted.
 
-    What counts is this process's computing: it may be suspended, or wait for the machine's others.
+    This process's computing counts: it may be suspended, or wait for the machine's others.
 
     Raises:
-        SlowTemplateError: with `what` it was to write.
+        BadInputError: with `what` it was to write.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
-        raise SlowTemplateError(
-            f"{what} was not written within {RENDERING_S} seconds of computing: the chat template has loops in loops; "
-            "correct it, or pass another --model."
-        )
+        raise _TooSlow
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDERING_S)
     try:
         yield
+    except _TooSlow:
+        raise BadInputError(
+            f"{what} was not written within {RENDERING_S} seconds of computing: the chat template has loops in loops; "
+            "correct it, or pass another --model."
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
-# -- which template
-
-
 def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Refuse a tokenizer with several chat templates of which none is for all rows.
+    """Refuse chat templates of which none is for rows without tools, or that are no texts.
 
     Raises:
         BadInputError: with their names, or what stands in a template's place.
     """
     templates = tokenizer.chat_template
-    if isinstance(templates, dict) and DEFAULT not in templates:
+    has_default = not isinstance(templates, dict) or DEFAULT in templates
+    if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
+        found = begin_of(templates if has_default else list(templates), 60)
         raise BadInputError(
-            f"The tokenizer of {model} has chat templates called {', '.join(map(str, templates)) or 'nothing'}, but "
-            f"none called {DEFAULT}, which rows without tools are written with: call one of them so in its "
-            "tokenizer_config.json, or pass another --model."
+            f"The tokenizer of {model} has the chat template {found}, but needs a text, of several one called "
+            f"{DEFAULT}: correct its tokenizer_config.json, or pass another --model."
         )
-    for each in templates_in_use(tokenizer):
-        if not isinstance(each, str):
-            raise BadInputError(
-                f"The tokenizer of {model} has {begin_of(each, 60)!r} as its chat template, which should be a text: "
-                "correct its tokenizer_config.json, or pass another --model."
-            )
 
 
 def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -91,18 +84,13 @@ def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [named[name] for name in (DEFAULT, WITH_TOOLS) if name in named]
 
 
-# -- what it ends answers with
-
-
 @dataclass(frozen=True)
 class AnswerEnd:
-    """What a chat template writes after an answer.
+    """What a chat template writes after an answer, as `ids`.
 
     Attributes:
-        token_id: The first token there with a name of its own (an added one), which ends the answer; None where there
-            is none.
-        text: Without such a token: the text that ends the answer; empty where nothing does.
-        ids: All tokens of it, up to `token_id`.
+        token_id: The first of them with a name of its own (an added token), which is the last of the `ids`; or None.
+        text: Without such a token: the text that ends the answer, if any.
     """
 
     token_id: int | None
@@ -114,21 +102,16 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd |
     """Return what a template writes after an answer; None where it does not write a plain conversation.
 
     Raises:
-        SlowTemplateError: it computes without end.
+        BadInputError: it computes without end.
     """
     has_parts = hasattr(tokenizer, "processor")
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
         for role, text in (("user", QUESTION), ("assistant", ANSWER))
     ]
-    what = f"A conversation by the chat template of {tokenizer.name_or_path}"
-    try:
-        with in_time(what), reading(what):
-            written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    except SlowTemplateError:
-        raise
-    except BadInputError:  # such as one for rows with a system message alone; rows are checked for themselves
-        return None
+    what, written = f"A conversation by the chat template of {tokenizer.name_or_path}", ""
+    with in_time(what), suppress(BadInputError), reading(what):  # such as one that wants a system message
+        written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     _, found, after = written.rpartition(ANSWER)
     if not found:
         return None
@@ -141,31 +124,21 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd |
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[AnswerEnd]:
-    """Return what each template in use writes after an answer, as far as that can be learnt.
-
-    Raises:
-        SlowTemplateError: a template computes without end.
-    """
-    found = (answer_end(tokenizer, template) for template in templates_in_use(tokenizer))
-    return [each for each in found if each]
+    """Return what each template in use writes after an answer, as far as `answer_end` can tell."""
+    return [end for template in templates_in_use(tokenizer) if (end := answer_end(tokenizer, template))]
 
 
 def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
-    """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one.
-
-    Raises:
-        SlowTemplateError: a template computes without end.
-    """
+    """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one."""
     ends = answer_ends(tokenizer)
     if not all(end.token_id is not None or end.text for end in ends):
         return (
             f"WARNING: the chat template of {model} writes nothing after an answer, so that a model cannot learn where "
             "to end: answers go on up to --max_new_tokens; let the template write an end, such as {{ eos_token }}"
         )
-    others = [end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id]
-    if not others:
+    end = next((end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id), None)
+    if end is None:
         return ""
-    end = others[0]
     if end.text:
         return (
             f"{model}: answers end with the text {end.text!r}, by its chat template, which is no token: generation "
@@ -176,17 +149,9 @@ def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     return f"{model}: answers end with {name}, by its chat template ({own}): generation stops there, too"
 
 
-# -- where generation stops
-
-
 @dataclass(frozen=True)
 class Stops:
-    """All that generation stops at.
-
-    Attributes:
-        token_ids: Of tokens; the tokenizer's own end token comes first.
-        texts: What ends an answer and is no token.
-    """
+    """What generation stops at: tokens, the tokenizer's own end token first, and texts that are no token."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
@@ -208,7 +173,7 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
     """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config.
 
     Raises:
-        SlowTemplateError: a template computes without end.
+        BadInputError: a template computes without end.
     """
     ends = answer_ends(tokenizer)
     of_config = [known] if isinstance(known, int) else known or []
@@ -220,18 +185,17 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
 
 
 def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
-    """Return where the model that was saved in a folder stops; see `stops_of`."""
+    """Return where the model that was saved in a folder stops."""
     return stops_of(tokenizer, _saved_settings(folder).get("eos_token_id"))
 
 
 def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: "GenerationConfig | None" = None) -> None:
-    """Write where generation stops into a folder's generation config, beside what it has, or else the `base`'s has.
+    """Write the tokens that generation stops at into a folder's generation config, or a copy of the `base`'s.
 
-    A text that ends answers is not: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
+    Texts are left out: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
     """
     settings = _saved_settings(folder) or (json.loads(base.to_json_string()) if base else {})
-    stops = stops_of(tokenizer, settings.get("eos_token_id"))
-    ids = list(stops.token_ids)
+    ids = list(stops_of(tokenizer, settings.get("eos_token_id")).token_ids)
     settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None
     written = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # as Transformers writes it
     (folder / GENERATION_CONFIG_NAME).write_text(written, encoding="utf-8")

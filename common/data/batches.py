@@ -25,9 +25,9 @@ Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
 def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
-    """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end.
+    """Return the shape of the largest batch that can come up: the longest rows, padded, or in training end to end.
 
-    In validation they are always padded. Of rows end to end lengths and labels are means, rounded up.
+    Of rows end to end lengths and labels are means, rounded up.
     """
     longest = heapq.nlargest(batch_size, rows, key=tokens_in)
     if is_training and run.is_padding_free:
@@ -56,10 +56,7 @@ def make_collator(
 
 
 def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the places of rows in groups of at most `max_tokens` tokens.
-
-    Each row goes to the first group that has room for it (first fit), and into one of its own where none has.
-    """
+    """Return the places of rows in groups of at most `max_tokens` tokens, by first fit; a longer row has its own."""
     groups: list[list[int]] = []
     room: list[int] = []
     for place, length in enumerate(lengths):
@@ -88,7 +85,6 @@ class TrainingRows(Dataset[Tokens]):
     """Tokenized rows that know their numbers, so that a run can prove which rank saw which row."""
 
     def __init__(self, rows: Sequence[Tokens]) -> None:
-        """`rows`: from `tokens_of`."""
         self.rows = rows
 
     def __len__(self) -> int:
@@ -105,8 +101,7 @@ def filler_like(row: Tokens) -> Tokens:
 
 
 SORTED_STEPS = 4
-"""Of rows that are padded: steps whose rows are sorted by length together. Little is padded, and rows yet have other
-neighbours in each epoch."""
+"""Of rows that are padded: steps whose rows are sorted by length together, few, so that neighbours change by epoch."""
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -116,10 +111,9 @@ class EpochBatches(Sampler[list[int]]):
     into the steps' batches, so that little is padded; the order of the steps is shuffled again, as going from long to
     short rows teaches less per epoch. With windows of one step the order is random.
 
-    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out to the ranks
-    longest row first, there and back, so that ranks have about the same work. Every rank has the same number of
-    batches; where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's
-    samplers repeat or drop rows there, and one device would then not see the rows that two see.)
+    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out longest row
+    first, there and back, so that ranks have about the same work. Where the last batches have fewer rows than ranks,
+    the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat or drop rows there.)
     """
 
     def __init__(
@@ -148,10 +142,7 @@ class EpochBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def steps(self) -> Iterator[list[int]]:
-        """Yield the rows of each of the epoch's optimizer steps, part after part, each longest first.
-
-        They are the same on every rank.
-        """
+        """Yield the rows of each of the epoch's optimizer steps, part after part, each longest first."""
         generator = torch.Generator().manual_seed(self.seed * 10_007 + self.epoch)
         orders = [[part[n] for n in torch.randperm(len(part), generator=generator).tolist()] for part in self.parts]
         size = self.rows_at_once * self.accumulation_steps
@@ -185,7 +176,7 @@ class EpochBatches(Sampler[list[int]]):
         return own or [NO_ROW]
 
     def global_batches(self) -> Iterator[list[int]]:
-        """Yield the rows that all ranks compute at once; the same on every rank."""
+        """Yield the rows that all ranks compute at once; alike on every rank."""
         for step in self.steps():
             yield from self.micro_batches(step)
 
@@ -193,7 +184,6 @@ class EpochBatches(Sampler[list[int]]):
         return map(self.own, self.global_batches())
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch, the same on every rank."""
         shortest, longest = min(map(len, self.parts)), max(map(len, self.parts))
         full_steps = shortest // (self.rows_at_once * self.accumulation_steps)
         rest = longest - full_steps * self.rows_at_once * self.accumulation_steps
@@ -212,15 +202,13 @@ def partition(row_count: int, parts: int, seed: int) -> list[list[int]]:
 
 
 class PartitionedBatches(EpochBatches):
-    """Draw the batches of ranks that each have their own part of the rows, the same part in every epoch.
+    """Draw the batches of ranks that each have their own part of the rows, so that a machine may hold that alone.
 
-    So a machine may hold its own part alone. A step has `batch_size` rows of each part and micro-batch, however many
-    ranks there are: fewer ranks than parts, say after a machine was lost, take several parts each, and their steps
-    stay the same. Order and padding are those of `EpochBatches`, within each part.
+    A step has `batch_size` rows of each part and micro-batch, however many ranks there are: fewer ranks than parts, say
+    after a machine was lost, take several parts each. Order and padding are those of `EpochBatches`, within each part.
     """
 
     def __init__(self, *args: Any, parts: int, **kwargs: Any) -> None:
-        """`parts`: of the rows, at least one for each rank; the rest goes to `EpochBatches`."""
         super().__init__(*args, **kwargs)
         self._draw_from(partition(len(self.lengths), parts, self.seed), self.batch_size)
 

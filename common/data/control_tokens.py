@@ -1,7 +1,6 @@
 """Control tokens of a tokenizer, such as `<|im_end|>`, inside users' texts: found, counted, and encoded as text.
 
-What a template or the tokenizer itself writes stays a control token. So does an added token that is no special one
-(`<think>`, `<tool_call>`): models say these, and rows have them in their answers.
+An added token that is no special one (`<think>`, `<tool_call>`) stays a token: models say these.
 """
 
 import re
@@ -17,8 +16,7 @@ from common.data.row_checks import say_once
 from common.data.rows import Row, place_of
 
 AS_TEXT = {"split_special_tokens": True, "verbose": False}
-"""Settings of a tokenizer for a text without a template: what looks like a control token is text. Says nothing of texts
-that are longer than the model reads."""
+"""For a text without a template: what looks like a control token is text, and nothing is said of long ones."""
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -73,17 +71,13 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
         f"(the first: {token!r} in {place_of(first)})"
     )
     if run.control_tokens == "refuse":
-        raise BadInputError(
-            f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text, by which they are "
-            "read as text."
-        )
+        raise BadInputError(f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text.")
     for token, row in first_of.items():
         ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
         # a model of pieces (Unigram) may have it as a piece
         if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
             raise BadInputError(
-                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
-                "control token: take it out."
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text: take it out."
             )
     has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
     say_once(
@@ -95,7 +89,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:
     """Return messages or tools with their control tokens marked, for `encode_marked_chat`.
 
-    Also in keys, which Transformers leaves out, and models write: arguments of a call may have any name.
+    Also in keys, which Transformers leaves out: arguments of a call may have any name.
     """
     if isinstance(value, dict):
         return {marked(key, pattern): marked(each, pattern) for key, each in value.items()}

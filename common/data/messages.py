@@ -50,11 +50,7 @@ def row_kind(run: RunConfig) -> RowKind:
 
 
 def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, if each is a conversation that ends with an answer, or if all are plain texts.
-
-    Raises:
-        BadInputError: the rows have no format that is known, or one is no conversation; names where it stands.
-    """
+    """Yield the rows of `source`, if each is a conversation that ends with an answer, or if all are plain texts."""
     known: Format | None = None
     count, first = 0, ""
     for row, place in found:
@@ -62,10 +58,8 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         if not run.prompt_column:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
-        converted = known.convert(filled, where)
-        checked = (
-            _check_text(converted, where) if known.is_plain else check_conversation(converted, where, run.train_on)
-        )
+        row = known.convert(filled, where)
+        checked = _check_text(row, where) if is_plain([row]) else check_conversation(row, where, run.train_on)
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -90,12 +84,9 @@ def _check_text(row: Row, where: str) -> Row:
 
 
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
-    """Return a row of messages, its facts and tools as lists, if it is a conversation that ends with an answer.
+    """Return a row of messages, its facts and tools as lists, if it ends with an answer or a call.
 
-    The answer may be a call of tools. `train_on`: what is learnt of the row, but for messages whose weight is 0.
-
-    Raises:
-        BadInputError: it is none, or its weights leave nothing to learn, or contradict `train_on`.
+    `train_on`: what is learnt of the row, but for messages whose weight is 0; they must leave something.
     """
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
@@ -105,22 +96,19 @@ def check_conversation(row: Row, where: str, train_on: str) -> Row:
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
     _check_turns(row, where)
     _check_weights(row, where, train_on)
-    row = _with_facts(row, where)
-    return with_tools(row, where)
+    return with_tools(_with_facts(row, where), where)
 
 
 def _check_turns(row: Row, where: str) -> None:
     turns = turns_of(row)
     if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
         raise BadInputError(
-            f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add it, or leave the "
-            "message out."
+            f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add it, or leave that out."
         )
     if not CONVERSATION.fullmatch(" ".join(turns)):
         raise BadInputError(
-            f"{where} has messages of the roles {', '.join(map(repr, turns))}: a system message, if any, comes first, "
-            "then user and assistant in turn, with `tool_calls` and tool messages between them, and an assistant's "
-            "answer or call is the last; correct it."
+            f"{where} has messages of the roles {', '.join(map(repr, turns))}: user and assistant take turns after a "
+            "system message, if any, with `tool_calls` and tool messages between them; correct it."
         )
 
 
@@ -129,14 +117,12 @@ def _check_weights(row: Row, where: str, train_on: str) -> None:
         return
     if train_on in ("prompt", "all"):
         raise BadInputError(
-            f"{where} has a message of weight 0, which is not to be learnt, but train_on is {train_on!r}: leave "
-            "--train_on out, or the weight."
+            f"{where} has a message of weight 0, but train_on is {train_on!r}: leave --train_on out, or the weight."
         )
     answers = [message for message in row["messages"] if message["role"] == "assistant"]
     if all(map(is_left_out, answers if train_on == "assistant" else answers[-1:])):
         raise BadInputError(
-            f"{where} has nothing to learn, as each answer of which something could be learnt has the weight 0: remove "
-            "the row, or the weight."
+            f"{where} has nothing to learn, as all its answers have the weight 0: remove the row, or the weight."
         )
 
 
@@ -171,9 +157,7 @@ def answer_of(row: Row) -> str:
 def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
 
-    Raises:
-        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template refuses a row or
-            leaves out what a message says.
+    Refused are more of these than `max_truncated_fraction` of all, and rows that the chat template cannot write.
     """
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
@@ -188,14 +172,9 @@ def tokens_to_learn(
     is_learnt: Callable[[Tokens], object] = labels_in,
     lacking: str = "token to learn",
 ) -> Sequence[Tokens]:
-    """Return rows as tokens by `encode_rows`, cut to `max_length`.
+    """Return rows as tokens by `encode_rows`, cut to `max_length`, without those of which `is_learnt` is then false.
 
-    Rows of which `is_learnt` is then false are left out.
-
-    `lacking`: what these do not have, in words.
-
-    Raises:
-        BadInputError: as `tokenize_messages`; or an answer goes beyond `max_length`, and must not be cut.
+    `lacking`: what these do not have, in words. Too many of them are refused, and cut answers if `long_texts` says so.
     """
     without: list[Row] = []
     cut: list[Row] = []
@@ -229,8 +208,8 @@ def tokens_to_learn(
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
-            f"{place_of(without[0])} has no {lacking} within its first {run.max_length} tokens{more}: shorten its "
-            "question, raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
+            f"{place_of(without[0])} has no {lacking} within its first {run.max_length} tokens{more}: raise "
+            "--max_length, or pass a --max_truncated_fraction of rows that may be left out."
         )
     if without:
         left_out = f"{len(without):,} of {len(rows):,} rows"
@@ -242,15 +221,10 @@ def tokens_to_learn(
 
 
 def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt.
-
-    Raises:
-        BadInputError: `train_on` asks for a part of a row, which plain text does not have.
-    """
+    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt."""
     if run.train_on not in ("assistant", "all"):
         raise BadInputError(
-            f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
-            "--train_on out."
+            f"train_on is {run.train_on!r}, but of plain text every token is learnt: leave --train_on out."
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

@@ -1,9 +1,6 @@
-"""Rows of preferences: a prompt with a chosen and a rejected answer, in the formats that TRL reads.
+"""Rows of preferences, in TRL's formats: a prompt with a chosen and a rejected answer, as texts or lists of messages.
 
-| columns | what they hold |
-|---|---|
-| `prompt`, `chosen`, `rejected` | texts, or lists of messages |
-| `chosen`, `rejected` | whole conversations, which differ in their last answer |
+Without the column `prompt`, both answers are whole conversations that differ in their last message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,14 +50,12 @@ def row_kind(run: RunConfig) -> RowKind:
 def check_pairs(found: Found, source: str) -> Iterator[Row]:
     """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them.
 
-    Raises:
-        BadInputError: a row lacks an answer, or its answers are the same, or not to the same prompt; names where it
-            stands.
+    Refuse a row that lacks an answer, or whose answers are the same, or not to the same prompt.
     """
     for row, place in found:
         filled, where = filled_columns(row, place, f"the columns {COLUMNS}")
         row = {str(name).lower(): value for name, value in filled.items()}
-        refuse_pictures(row, where, or_name="")
+        refuse_pictures(row, where)
         prompt, chosen, rejected = _three_parts(row, where)
         kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
         checked, other = (
@@ -69,9 +64,7 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
         )
         said, said_otherwise = (said_in(each["messages"][-1]).strip() for each in (checked, other))
         if said == said_otherwise:
-            raise BadInputError(
-                f"{where} has the same chosen and rejected answer, {begin_of(said, 60)!r}: remove the row."
-            )
+            raise BadInputError(f"{where} has the same chosen and rejected answer, {begin_of(said, 60)!r}: remove it.")
         yield placed({**checked, "rejected": other["messages"][-1:]}, place)
 
 
@@ -86,10 +79,7 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:
-            raise BadInputError(
-                f"{where} has two answers, but no prompt: add the column prompt, or give chosen and rejected whole "
-                "conversations as lists of messages."
-            )
+            raise BadInputError(f"{where} has two answers, but no prompt: add the column, or give whole conversations.")
         return [*system_of(row), *_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
     if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
         raise BadInputError(
@@ -99,7 +89,6 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
 
 
 def _messages(value: object, role: str, where: str) -> list[Message]:
-    """Return a text as one message of `role`, or a list of messages with the roles that templates know."""
     return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 
@@ -110,9 +99,6 @@ def tokenize_pairs(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     """Return every pair as tokens; `exchange_answers` learns the rejected ones.
 
     Pairs that do not differ within `max_length`, or have no answer there, are left out.
-
-    Raises:
-        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template cannot write a row.
     """
 
     def encoded(batch: list[Row]) -> list[Tokens]:
@@ -130,16 +116,15 @@ def exchanged(row: Row) -> Row:
 def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token.
 
-    Raises:
-        BadInputError: the chat template writes a prompt in another way before another answer.
+    Refuse a prompt that the chat template writes in another way before another answer.
     """
     chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
     for row, one, other in zip(rows, chosen, rejected, strict=True):
         prompt = prompt_length(one)
         if one["input_ids"][:prompt] != other["input_ids"][:prompt]:
             raise BadInputError(
-                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that "
-                "the two cannot be compared: remove such rows, or pass another --model."
+                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer: remove "
+                "such rows, or pass another --model."
             )
         one["rejected_ids"] = other["input_ids"]
     return chosen

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, begin_of, reading
-from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
+from common.data.answer_ends import answer_ends, check_named_templates, in_time, say_ends
 from common.data.control_tokens import AS_TEXT, control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
@@ -25,8 +25,7 @@ PLAIN_TEMPLATE = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
 )
-"""For tokenizers without a chat template, such as GPT-2's: each message on a line of its own, and the end token after
-each answer. The begin token comes first where the tokenizer writes one."""
+"""For tokenizers without a chat template, such as GPT-2's: a message on each line, the end token after each answer."""
 
 QUIET = {"verbose": False}
 """Says nothing of rows that are longer than the model reads: they are cut later."""
@@ -36,17 +35,15 @@ REMEDY = "remove such rows, or pass a --model whose template takes them."
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end.
 
-    Raises:
-        BadInputError: the tokenizer has no end token either, so that no answer could end; or several templates, of
-            which none is for all rows.
+    Refuse one that has no end token either, and templates that cannot be used.
     """
     if tokenizer.chat_template is not None:
         check_named_templates(tokenizer, model)
         return say_ends(tokenizer, model)
     if tokenizer.eos_token is None:
         raise BadInputError(
-            f"The tokenizer of {model} has neither a chat template nor an end token, so that no answer could end: "
-            "give it a chat_template or an eos_token, or pass another --model."
+            f"The tokenizer of {model} has neither a chat template nor an end token: give it one, or pass another "
+            "--model."
         )
     tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (
@@ -64,7 +61,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str 
     """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None.
 
     Raises:
-        SlowTemplateError: it computes without end.
+        BadInputError: it computes without end.
     """
     if re.search(r"{%-?\s*generation", template):
         return template
@@ -72,13 +69,9 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str 
 
     with_one = copy(tokenizer)
     with_one.chat_template = template
-    try:
-        with in_time("A conversation"), reading("The template"):  # TRL tries it
-            return get_training_chat_template(with_one)
-    except SlowTemplateError:
-        raise
-    except BadInputError:  # TRL has no version of it
-        return None
+    with in_time("A conversation"), suppress(BadInputError), reading("The template"):  # TRL tries it, or has none
+        return get_training_chat_template(with_one)
+    return None
 
 
 def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -92,12 +85,14 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -
     """Return whole rows as tokens, with labels on what `train_on` names (common/base/settings.py).
 
     The answers are those that the template marks. Where neither it nor TRL's version of it does, they are what a row's
-    answers add to the tokens of the turns before them. A row with a picture has its tokens before all texts, and its
-    `picture` to make numbers of.
+    answers add to the tokens of the turns before them.
     """
     if "picture" in rows[0]:
-        by_turns = zip(_encode_by_turns(rows, tokenizer, train_on), rows, strict=True)
-        return [{**without_picture_labels(each, tokenizer), "picture": row["picture"]} for each, row in by_turns]
+        encoded = _encode_by_turns(rows, tokenizer, train_on)
+        return [
+            {**without_picture_labels(each, tokenizer), "picture": row["picture"]}
+            for each, row in zip(encoded, rows, strict=True)
+        ]
     if train_on != "assistant" or not tokenizer.is_fast:
         return _encode_by_turns(rows, tokenizer, train_on)
     pattern, tokens, templates = control_tokens(tokenizer), [], {}
@@ -155,16 +150,9 @@ def _encode_by_turns(
 
 
 def _add_earlier_answers(
-    masks: list[list[bool]],
-    rows: list[Row],
-    whole: list[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
+    masks: list[list[bool]], rows: list[Row], whole: list[list[int]], tokenizer: Any, template: str | None
 ) -> None:
-    """Mark the answers before each row's last one, unless their weight is 0 or the whole row writes them otherwise.
-
-    So do templates that remove earlier thoughts: what generation would have written is not in such a row.
-    """
+    """Mark earlier answers, unless their weight is 0 or the row writes them otherwise, as without their thoughts."""
     earlier = [
         (number, turn)
         for number, row in enumerate(rows)
@@ -180,7 +168,6 @@ def _add_earlier_answers(
 
 
 def _first(row: Row, count: int) -> Row:
-    """Return a row's first messages, with its tools."""
     return {**row, "messages": row["messages"][:count]}
 
 
@@ -190,15 +177,12 @@ def _ids(
     """Return what the template writes of rows, as tokens; control tokens in their texts are encoded as text."""
     ids: list[list[int]] = []
     pattern = control_tokens(tokenizer)
-    for (_, has_token), group in groupby(
-        rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern) is not None)
-    ):
-        conversations = list(group)
+    groups = groupby(rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern) is not None))
+    for (_, has_token), group in groups:
         settings = {"add_generation_prompt": answer_follows, "chat_template": template}
-        encoded = _applied(conversations, tokenizer, pattern if has_token else None, **settings)
-        for row, row_ids in zip(conversations, encoded["input_ids"], strict=True):
-            ids.append(with_picture_tokens(row_ids, row, tokenizer) if "picture" in row else row_ids)
-    return ids
+        ids += _applied(list(group), tokenizer, pattern if has_token else None, **settings)["input_ids"]
+    pairs = zip(ids, rows, strict=True)
+    return [with_picture_tokens(each, row, tokenizer) if "picture" in row else each for each, row in pairs]
 
 
 def _applied(
@@ -258,11 +242,10 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
 
 
 def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template that cannot write the turns of a row, or drops one.
+    """Refuse a template that cannot write the turns of a row in time, or drops one.
 
     Raises:
-        BadInputError: with where the row stands and its turns, or the message that is dropped; or it computes without
-            end.
+        BadInputError: with where the row stands and its turns, or the message that is dropped.
     """
     template = f"chat template of {tokenizer.name_or_path}"
     what = f"{place_of(row)}, with the turns {', '.join(turns)} as the {template} writes them,"

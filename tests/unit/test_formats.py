@@ -131,7 +131,7 @@ def test_columns_are_named_by_settings(question: str, answer: str, tmp_path: Pat
     ("columns", "settings", "said"),
     [
         (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
-        (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
+        (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a' and completion_column is ''"),
         (["frage", "antwort"], {}, "columns frage, antwort, which are no format .* --prompt_column"),
         (["prompt", "chosen", "rejected"], {}, "these are pairs of answers.*go to 3.4"),
         (["prompt", "completion", "label"], {}, "good or bad"),
