@@ -4,7 +4,6 @@ import codecs
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
-from charset_normalizer import CharsetMatches, from_bytes
+from charset_normalizer import from_bytes
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
@@ -24,14 +23,12 @@ from common.data.stored_rows import BATCH_ROWS, stored
 from common.data.tables import parse_csv, parse_json, parse_paragraphs
 from common.data.tool_calls import as_written
 
-ARROW = ".arrow"
-"""What `save_to_disk` of `datasets` writes."""
+ARROW = ".arrow"  # what `save_to_disk` of `datasets` writes
 BINARY = (".parquet", ARROW)
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)
 """Files of rows with columns."""
 TEXT_FILE = ".txt"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of Git LFS instead of the file: run `git lfs pull` in its folder",
@@ -45,18 +42,15 @@ BEGIN_BYTES = 64
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 NOT_FOUND = (404, 410)
 """Answers of HTTP by which there is no such file."""
-PIECE = 2**24
-"""Characters of a line that are read at once."""
-LONGEST_LINE = 2**30
-"""Characters of a line, at most: a list in JSON is often a single one."""
+PIECE, LONGEST_LINE = 2**24, 2**30
+"""Characters of a line: read at once, and at most, as a list in JSON is often a single one."""
 BOMB_CHARACTERS, BOMB_LINES, BOMB_RATIO = 2**26, 2**17, 1_000
 """What a compressed file may become: so many characters, or as many times its size; so many lines, or one a byte."""
-SAMPLE_LINES, SAMPLE_BYTES = 2_000, 2**18
-"""Lines before and after one that is not UTF-8, by whose last and first bytes its encoding is guessed."""
+SAMPLE_BYTES, SHOWN_AROUND = 2**18, 30
+"""Around a byte that is not UTF-8: by these its encoding is guessed, and so many characters are shown."""
 WESTERN = "cp1252"
 OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
 """Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""
-SHOWN_AROUND = 30
 
 
 def is_url(source: str) -> bool:
@@ -70,7 +64,7 @@ def is_http(source: str) -> bool:
 
 
 def suffixes_of(source: str) -> tuple[str, str]:
-    """Return the suffix of a file or URL, and that of its compression: `.csv` and `.gz` of `rows.csv.gz`."""
+    """Return the suffix of a file or URL, and that of its compression: `.csv` and `.gz` of `https://host/rows.csv.gz?a=b`."""
     path = urlsplit(source).path if is_http(source) else source
     *_, inner, last = "", "", *PurePosixPath(path.lower()).suffixes
     if last in COMPRESSED and inner:
@@ -80,26 +74,18 @@ def suffixes_of(source: str) -> tuple[str, str]:
 
 
 def suffix_of(source: str) -> str:
-    """Return the suffix of a file or URL, without that of its compression: `.csv` of `https://host/rows.csv.gz?a=b`.
-
-    Raises:
-        BadInputError: it is an archive, or a Parquet file that was compressed once more.
-    """
+    """Return the suffix of a file or URL without that of its compression; refuse an archive, or compressed Parquet."""
     suffix, compression = suffixes_of(source)
     if suffix in ARCHIVES or (compression and suffix in BINARY):
         raise BadInputError(
-            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with the file or "
-            f"folder that was in it ({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
+            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with what was in it "
+            f"({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
         )
     return suffix
 
 
 def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
-    """Return the rows of a file, folder or dataset; many are kept on disk.
-
-    Raises:
-        BadInputError: there is none, or one is malformed.
-    """
+    """Return the rows of a file, folder or dataset, of which there must be one; many are kept on disk."""
     rows = stored(kind.check(found, source), f"reading {source}")
     if not rows:
         raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
@@ -113,10 +99,7 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
 
     Args:
         source: A path or URL, with a suffix that is read.
-        holds: What should stand in the file.
-
-    Raises:
-        BadInputError: the file is missing, cannot be read, or is no file of its kind.
+        holds: What should stand in the file, for the refusal of one that is missing.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
         raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
@@ -131,15 +114,10 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
     return parse_json(lines, source)
 
 
-# -- texts
-
-
 def lines_of(source: str, holds: str) -> Iterator[str]:
-    """Yield the lines of a text file with their ends; `holds` says what should stand in it.
+    """Yield the lines of a text file with their ends; refuse one that seems to have none, or another encoding.
 
-    Raises:
-        BadInputError: it is missing, cannot be read, seems to have no end, or is not UTF-8 (or UTF-16 with its mark);
-            says which encoding it probably has.
+    That is UTF-8, or UTF-16 and UTF-32 with their marks.
     """
     packed_bytes = sys.maxsize if is_url(source) or not suffixes_of(source)[1] else os.path.getsize(source)
     with _refusing(source, holds), _opened(source) as file:
@@ -184,10 +162,9 @@ def text_of(source: str) -> str:
 
 
 def _check_begin(begin: bytes, source: str) -> None:
-    """Refuse a file that is of another kind than its name says, by what it begins with."""
-    said = next((said for mark, said in BEGINNINGS.items() if begin.startswith(mark)), "")
-    if said:
-        raise BadInputError(f"The data file {source} is {said}.")
+    for mark, said in BEGINNINGS.items():
+        if begin.startswith(mark):
+            raise BadInputError(f"The data file {source} is {said}.")
 
 
 def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterator[str]:
@@ -214,52 +191,40 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
 def _is_bomb(source: str) -> BadInputError:
     return BadInputError(
         f"The data file {source} grows to more than {BOMB_RATIO:,} times its size when it is unpacked, or has more "
-        "rows than bytes: it is damaged, or holds one text again and again; unpack it, and look at it."
+        "rows than bytes: unpack it, and look at it."
     )
 
 
 def _not_utf8(source: str) -> BadInputError:
     """Return the refusal of a file, with its first line that is not UTF-8."""
-    before, offset = deque[bytes](maxlen=SAMPLE_LINES), 0
+    offset = 0
     with _opened(source) as file:
         for number, line in enumerate(iter(lambda: file.readline(PIECE), b""), 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                begin = max(0, error.start - SAMPLE_BYTES)
-                around = line[begin : error.start + SAMPLE_BYTES]
-                sample = b"".join(before)[-SAMPLE_BYTES:] + around + file.read(SAMPLE_BYTES)
-                likely = _said_of(_likely(from_bytes(sample)), around, error.start - begin)
-                return BadInputError(f"{source} is not UTF-8 (line {number}, byte {offset + error.start}){likely}.")
-            before.append(line[-SAMPLE_BYTES:])
+                begin, place = max(0, error.start - SAMPLE_BYTES), offset + error.start
+                likely = _likely(line[begin:], error.start - begin, file.read(SAMPLE_BYTES))
+                return BadInputError(f"{source} is not UTF-8 (line {number}, byte {place}){likely}.")
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
 
 
-def _likely(matches: CharsetMatches) -> str:
-    """Return the encoding that a text probably has; empty where none is possible."""
+def _likely(line: bytes, place: int, following: bytes) -> str:
+    """Return which encoding a line probably has, and how it reads around a byte, so that a wrong guess is seen."""
+    matches = from_bytes(line[: place + SAMPLE_BYTES] + following)
     best = matches.best()
     if best is None:
-        return ""
-    is_western = any(WESTERN in match.could_be_from_charset for match in matches)
-    return WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
-
-
-def _said_of(encoding: str, line: bytes, place: int) -> str:
-    """Return how the part of a line around a byte reads in an encoding, so that a wrong guess is seen; and a remedy."""
-    if not encoding:
         return ": save it as UTF-8"
-    before = line[:place].decode(encoding, "ignore")
-    begin = max(0, len(before) - SHOWN_AROUND)
-    part = line.decode(encoding, "ignore")[begin : len(before) + SHOWN_AROUND]
+    is_western = any(WESTERN in match.could_be_from_charset for match in matches)
+    encoding = WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
+    before, after = (part.decode(encoding, "ignore") for part in (line[:place], line[place:]))
     name = codecs.lookup(encoding).name.replace("_", "-")
     return (
-        f"; it is probably {encoding}, in which the line reads {part.strip()!r}: save it as UTF-8, as by `iconv -f "
-        f"{name} -t utf-8 old > new`"
+        f"; it is probably {encoding}, in which the line reads "
+        f"{(before[-SHOWN_AROUND:] + after[:SHOWN_AROUND]).strip()!r}: save it as UTF-8, as by `iconv -f {name} -t "
+        "utf-8 old > new`"
     )
-
-
-# -- Parquet and Arrow
 
 
 def _binary_rows(source: str, suffix: str, holds: str) -> Found:
@@ -309,7 +274,6 @@ def with_names(rows: Any) -> Iterator[Row]:
 
 
 def _named(tables: Iterable[Any], features: Any) -> Iterator[Row]:
-    """Yield the rows of tables with these features; see `with_names`."""
     from datasets import Dataset, Features  # here, as above
 
     stored_so = Features({column: _undecoded(feature) for column, feature in features.items()})

@@ -30,17 +30,12 @@ def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:
     """Return the files below a folder of this machine or behind a URL, by their paths from there; hidden ones not.
 
     Where HTTP lists nothing, files that are called by a split alone are asked for.
-
-    Raises:
-        BadInputError: it cannot be read.
     """
     with reading(f"The folder {folder}", "Correct --data, or pass the file of training rows itself."):
-        if not is_url(folder):
-            names = _names_here(folder)
-        elif is_http(folder):
+        if is_http(folder):
             names = _names_asked_for(folder, suffixes)
         else:
-            names = _names_listed(folder)
+            names = _names_listed(folder) if is_url(folder) else _names_here(folder)
         return sorted(name for name in names if not IGNORED.search(name))
 
 
@@ -83,15 +78,8 @@ def _is_there(system: fsspec.AbstractFileSystem, url: str) -> bool:
 def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of each split, with the splits as the folder calls them.
 
-    A folder that `save_to_disk` wrote, or with the card of a dataset of the Hub, says itself which they are.
-
-    Args:
-        folder: A path or URL.
-        kind: Of the rows.
-        config: Which of the configurations of a card; empty = its default, or the only one.
-
-    Raises:
-        BadInputError: the folder or its card cannot be read, or the card has no such configuration.
+    A folder that `save_to_disk` wrote, or with the card of a dataset of the Hub, says itself which they are. `config`:
+    the configuration of a card; empty = its default, or the only one.
     """
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
@@ -139,8 +127,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
     name = config or next(iter(defaults or configs) if defaults or len(configs) == 1 else iter([""]))
     if name not in configs:
         raise BadInputError(
-            f"{folder} has the configurations {', '.join(configs)}, and dataset_config is {config!r}: pass one of them "
-            "as --dataset_config."
+            f"{folder} has the configurations {', '.join(configs)}, and dataset_config is {config!r}: pass one of them."
         )
     with reading(card, f"Correct its configuration {name}."):
         start = f"{configs[name].get('data_dir', '').strip('./')}/".lstrip("/")
@@ -207,5 +194,4 @@ def _all_suffixes(suffixes: Sequence[str]) -> list[str]:
 
 
 def _whole_suffix(name: str) -> str:
-    """Return the suffix of a file, with that of its compression."""
     return "".join(suffixes_of(name))

@@ -1,8 +1,7 @@
 """Load, check and preprocess the picture of a row, and insert its tokens into the row.
 
-A row keeps its picture as a text: the path of its file, or its bytes as a `data:` URI. So rows may be on disk, and a
-picture is opened when a batch needs it. Its processor stands beside the tokenizer, as `tokenizer.processor`
-(`load_tokenizer`).
+A row keeps the path of its file, or its bytes as a `data:` URI, so that rows may be on disk, and a picture is opened
+when a batch needs it. Its processor is `tokenizer.processor` (`load_tokenizer`).
 """
 
 import base64
@@ -26,7 +25,7 @@ from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485
-"""Of a picture: Pillow warns of a decompression bomb above so many."""
+"""Pillow warns of a decompression bomb above so many."""
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
 TRANSPARENT_MODES = ("RGBA", "LA", "PA")
 """Modes that become RGB: with transparency on white."""
@@ -39,10 +38,7 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
 def reference_to(picture: object, folder: Path | None, where: str) -> str:
     """Return a picture as a file path or a `data:` URI, from a path, bytes, a `datasets` dict, or an open picture.
 
-    `folder`: where paths begin; None for rows that come from elsewhere than this machine's disk.
-
-    Raises:
-        BadInputError: it is none of these, or its file does not exist, or is not in `folder`.
+    `folder`: where paths begin, and must stay; None for rows that come from elsewhere than this machine's disk.
     """
     if isinstance(picture, dict) and {"bytes", "path"} & picture.keys():
         picture = picture.get("bytes") or picture.get("path")
@@ -58,28 +54,27 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
         return picture
     if folder is None or is_url(picture):
         raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, but only paths beside a data file on this machine are "
-            "read: download the pictures, or pass a dataset that holds them."
+            f"{where} names the picture {begin_of(picture)}, but only paths beside a data file here are read: download "
+            "the pictures, or pass a dataset that holds them."
         )
     file = folder / picture
     if not os.path.isfile(file):  # nor is a text that is no path, such as base64 without its head
         raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}: correct the path, which "
-            "begins at the folder of the data file."
+            f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}, where its path begins: "
+            "correct it."
         )
     if not file.resolve().is_relative_to(folder.resolve()):
         raise BadInputError(
             f"{where} names the picture {begin_of(picture)}, which is not in {folder}, the data file's folder: copy it "
-            "there, and name it by its path from there."
+            "there."
         )
     return str(file)
 
 
 def check_picture(reference: str, where: str) -> tuple[str, bool]:
-    """Check that a picture can be read; return a digest of its file, and whether it is transparent in places.
+    """Return a digest of a picture's file, and whether it is transparent in places.
 
-    Raises:
-        BadInputError: it is no picture, is damaged, too large, or of a mode that is not of 8 bits.
+    Refuse what is no picture, is damaged, too large, or not of 8 bits.
     """
     name = _name_of(reference)
     with _opened(reference, where) as picture:
@@ -88,8 +83,7 @@ def check_picture(reference: str, where: str) -> tuple[str, bool]:
             raise _too_large(name, where)
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
             raise BadInputError(
-                f"{where} has a picture, {name}, in mode {picture.mode}; only pictures of 8 bits in grey, RGB, CMYK "
-                "or a palette are read: convert it to RGB."
+                f"{where} has a picture, {name}, in mode {picture.mode}, which is not of 8 bits: convert it to RGB."
             )
         is_transparent = _is_transparent(picture)
         picture.draft("RGB", (64, 64))  # a JPEG is decoded at an eighth of its size: that finds what is missing
@@ -98,11 +92,7 @@ def check_picture(reference: str, where: str) -> tuple[str, bool]:
 
 
 def open_picture(reference: str, where: str = "a row") -> Image.Image:
-    """Return a picture in RGB, upright, with white for what is transparent.
-
-    Raises:
-        BadInputError: it can no longer be read.
-    """
+    """Return a picture in RGB, upright, with white for what is transparent."""
     with _opened(reference, where) as picture:
         _decode(picture, where, _name_of(reference))
         picture = ImageOps.exif_transpose(picture)
@@ -145,7 +135,7 @@ def _opened(reference: str, where: str) -> Image.Image:
     except Exception as error:  # each of Pillow's formats has classes of its own
         raise BadInputError(
             f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it by one of the format "
-            f"{', '.join(FORMATS)}, or leave the row out."
+            f"{', '.join(FORMATS)}."
         ) from None
 
 
@@ -154,15 +144,12 @@ def _decode(picture: Image.Image, where: str, name: str) -> None:
         picture.load()
     except Exception as error:  # as above
         raise BadInputError(
-            f"{where} has a picture, {name}, that is damaged ({begin_of(error)}): replace it, or leave the row out."
+            f"{where} has a picture, {name}, that is damaged ({begin_of(error)}): replace it."
         ) from None
 
 
 def _too_large(name: str, where: str) -> BadInputError:
-    return BadInputError(
-        f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels, which a small file can unpack to: scale "
-        "it down."
-    )
+    return BadInputError(f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels: scale it down.")
 
 
 # -- as numbers
@@ -202,18 +189,11 @@ def with_part(row: Row) -> list[dict[str, Any]]:
 
 
 def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return a pictured row's tokens with all of the picture's in the place of its one.
-
-    Raises:
-        BadInputError: a text of the row has such a token, too.
-    """
+    """Return a pictured row's tokens with all of the picture's in the place of its one, which no text may have, too."""
     token = tokenizer.processor.image_token
     number = tokenizer.processor.image_token_id
     if ids.count(number) != 1:
-        raise BadInputError(
-            f"{place_of(row)} has {token} in its texts, which stands for its picture and is put in by itself: take it "
-            "out."
-        )
+        raise BadInputError(f"{place_of(row)} has {token} in its texts, which stands for its picture: take it out.")
     place = ids.index(number)
     return [*ids[:place], *picture_ids(row, tokenizer), *ids[place + 1 :]]
 
@@ -250,11 +230,7 @@ _IDS: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictiona
 
 
 def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a row whose image tokens would be truncated at `max_length`.
-
-    Raises:
-        BadInputError: with how many tokens it takes.
-    """
+    """Refuse a row whose image tokens would be truncated at `max_length`."""
     ids = tokens["input_ids"]
     end = len(ids) - ids[::-1].index(tokenizer.processor.image_token_id)
     if end > max_length:

@@ -24,9 +24,6 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
 
     Where test rows were taken from the training rows, or are texts with a label or summary, of which public datasets
     have some twice, a warning is printed instead of a refusal.
-
-    Raises:
-        BadInputError: with the ids, or where the rows stand.
     """
     for rows in (splits.train, splits.validation, splits.test):
         check_ids(rows)
@@ -54,11 +51,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
 
 
 def check_ids(rows: Sequence[Row]) -> None:
-    """Refuse ids that stand twice, in a split or in the file that splits are taken from.
-
-    Raises:
-        BadInputError: with where both stand.
-    """
+    """Refuse ids that stand twice, in a split or in the file that splits are taken from."""
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
         if "id" in row and first.setdefault(str(row["id"]), number) != number:

@@ -16,8 +16,7 @@ from common.planning.job import BatchShape
 
 IGNORED_LABEL = -100
 """Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
-NO_ROW = -1
-"""The row number that stands for "no row left for this rank"."""
+NO_ROW = -1  # the number of "no row left for this rank"
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
@@ -44,11 +43,7 @@ has its `picture`, too, as its `Row`. Of a row with two answers `input_ids` are 
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows to train on, to choose by, and to report on.
-
-    Attributes:
-        held_out: Whether the test rows were taken from the training rows.
-    """
+    """The rows to train on, to choose by, and to report on; `held_out`: the last were taken from the training rows."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
@@ -82,12 +77,11 @@ class RowKind:
 
     Attributes:
         suffixes: Of the files that can be read.
-        holds: What a file holds, and what an empty one is to be given: for the refusals.
+        holds: What a file holds, and `advice` what an empty one is to be given: for the refusals.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
-        belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.
-        shape: The shape of a batch of these rows, padded to the longest; it may have to look at all rows, the second
-            argument.
+        belongs_to: What rows have in common that must come into one split, if anything: their picture.
+        shape: The shape of a batch of the first rows, padded to the longest; the second are all rows.
     """
 
     suffixes: tuple[str, ...]

@@ -40,7 +40,6 @@ def load_splits(run: RunConfig) -> Splits:
 
     A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
     or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
-
     What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
 
     Raises:
@@ -68,14 +67,9 @@ def _place_here(source: str) -> Path | None:
 
 @lru_cache(maxsize=1)
 def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Splits:
-    """Read and check the run's rows; `files` tells whether those that were read last are still the same.
-
-    Raises:
-        BadInputError: as `load_splits`.
-    """
+    """Read and check the run's rows; `files` tells whether those that were read last are still the same."""
     kind = row_kind(run)
-    splits = _read_splits(run, kind)
-    splits = check_rows_apart(splits, run)
+    splits = check_rows_apart(_read_splits(run, kind), run)
     limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
     cut = {name: getattr(splits, name)[:limit] for name, limit in limits.items() if limit > 0}
     return kind.finish(replace(splits, **cut))
@@ -90,9 +84,8 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
         source, found = f"The dataset {run.data}", _splits_on_hub(run)
     else:
         raise BadInputError(
-            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds the "
-            f"files train, validation and test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a "
-            "dataset on the Hub."
+            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds train, "
+            f"validation and test, a file ({', '.join(kind.suffixes)}), a URL, or the id of a dataset on the Hub."
         )
     names = _chosen_splits(list(found), source, run)
     _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
@@ -100,11 +93,7 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
 
 
 def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
-    """Return what a source calls the splits of a run, and say which others it has.
-
-    Raises:
-        BadInputError: there is none to train on, or none of a name that was asked for.
-    """
+    """Return what a source calls the splits of a run; say which others it has, and refuse one without what is asked for."""
     chosen = {}
     for split, words in SPLIT_WORDS.items():
         setting = f"dataset_{split}_split"
@@ -135,8 +124,7 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
     """Return the rows of each split of a file or folder, with what they are read from."""
     if run.dataset_revision:
         raise BadInputError(
-            f"dataset_revision is {run.dataset_revision!r}, but it is for datasets of the Hub, and {source} is a file "
-            "or folder: leave --dataset_revision out."
+            f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub: leave it out."
         )
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
@@ -147,8 +135,7 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
         raise BadInputError(
-            f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one of these, a "
-            "spreadsheet as .csv."
+            f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one, such as .csv."
         )
     return {split: (rows, source) for split, rows in splits_of_file(source, kind.holds).items()}
 
@@ -169,12 +156,8 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
-        found = load_dataset(
-            run.data,
-            run.dataset_config or None,
-            revision=run.dataset_revision or None,
-            trust_remote_code=False,
-        )
+        revision = run.dataset_revision or None
+        found = load_dataset(run.data, run.dataset_config or None, revision=revision, trust_remote_code=False)
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
@@ -198,10 +181,9 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
 
 
 def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
-    """Refuse rows of another commit than the revision's, which `datasets` may return.
+    """Refuse rows of another commit than the revision's: without a network `datasets` takes the newest in its cache.
 
-    Without a network it takes the newest copy in its cache, whatever revision is asked for. `cached`: the files of a
-    split, in a folder named by its commit.
+    `cached`: the files of a split, in a folder named by its commit.
     """
     revision = run.dataset_revision or "main"
     ref = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=run.data, repo_type="dataset") / "refs" / revision
@@ -209,9 +191,8 @@ def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
     for loaded in {Path(file["filename"]).parent.name for file in cached}:
         if COMMIT.fullmatch(asked) and COMMIT.fullmatch(loaded) and loaded != asked:
             raise BadInputError(
-                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}, "
-                "and the Hub is not asked: read that revision again with a network, or pass --dataset_revision with "
-                "the one that was read last."
+                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}: "
+                "read that with a network, or pass --dataset_revision with the one that was read last."
             )
 
 
@@ -220,9 +201,6 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
 
     They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time. Rows for which `belongs_to` returns
     the same come into one split. Of rows with labels each label is held out alike, and one row of it stays.
-
-    Raises:
-        BadInputError: there are too few rows to hold one out.
     """
     rows, others = splits["train"], dict(splits)
     missing = [name for name in SPLIT_NAMES if name not in splits]
@@ -275,11 +253,7 @@ def _groups_of(rows: Sequence[Row], belongs_to: Callable[[Row], str] | None) -> 
 
 
 def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens, by the run's task and settings.
-
-    Raises:
-        BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
-    """
+    """Return every row as tokens, by the run's task and settings; refuse rows with nothing to learn, or cut ones."""
     return row_kind(run).tokenize(rows, tokenizer, run)
 
 
@@ -287,9 +261,6 @@ def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig
     """Return training and validation rows as tokens; those that are tokens already stay as they are.
 
     Rows that are validated without answers come longest first, so that their batches have little padding.
-
-    Raises:
-        BadInputError: see `tokens_of`.
     """
     if "input_ids" in splits.train[0]:
         return splits
@@ -298,11 +269,7 @@ def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig
 
 
 def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
-    """Check what a tokenizer alone tells of rows: control tokens in their texts, and what `long_texts` refuses.
-
-    Raises:
-        BadInputError: a row is to be refused for either; with where it stands.
-    """
+    """Refuse what a tokenizer alone tells of rows: control tokens in texts, and answers that `long_texts` refuses."""
     every = (splits.train, splits.validation, splits.test)
     check_control_tokens(every, tokenizer, run)
     if run.long_texts == "refuse":

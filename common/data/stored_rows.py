@@ -50,11 +50,7 @@ def _bytes_of(row: dict[str, Any]) -> int:
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
-    """Write rows into the cache of `datasets`, and return them from there.
-
-    Raises:
-        BadInputError: the cache cannot be written, say because its disk is full.
-    """
+    """Write rows into the cache of `datasets`, and return them from there."""
     from datasets import config  # here: it takes two seconds to import
     from datasets.exceptions import DatasetGenerationError
 
@@ -68,17 +64,14 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         if isinstance(cause, OSError):
             raise BadInputError(
-                f"The rows take more than memory is meant to hold, and cannot be written into the cache {cache} "
-                f"({cause}): make room there, or set HF_DATASETS_CACHE to a folder with more."
+                f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({cause}): "
+                "make room there, or set HF_DATASETS_CACHE to a folder with more."
             ) from None
         raise cause from None  # what is wrong with a row
 
 
 def _mapped(rows: Iterable[dict[str, Any]], folder: str) -> "Dataset":
-    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown.
-
-    The rows come with their own, and once: not on every rank.
-    """
+    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown."""
     from datasets import Dataset, Features, Json
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -101,13 +94,12 @@ def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[
 
 
 class RowsOnDisk(Sequence[dict[str, Any]]):
-    """Rows that are read from disk when they are asked for.
+    """Rows in one column `row`, read from disk when asked for.
 
     Processes that are started by `spawn` cannot take them, as their file is gone; those that are forked can.
     """
 
     def __init__(self, mapped: "Dataset") -> None:
-        """`mapped`: with a column `row`."""
         self._mapped = mapped
 
     def __len__(self) -> int:

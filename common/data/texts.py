@@ -4,7 +4,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,16 +39,12 @@ MOST_LABELS, MOST_LABELS_SAID = 100, 20
 
 def labelled_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
-    return _row_kind(
-        run, ("text", "label"), "row per label", tokenize=tokenize_labelled, finish=with_classes, shape=shape_of_labels
-    )
+    return _row_kind(run, ("text", "label"), "row per label", finish=with_classes, shape=shape_of_labels)
 
 
 def summary_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
-    return _row_kind(
-        run, ("text", "summary"), "text with its summary", tokenize=tokenize_summaries, shape=shape_of_summaries
-    )
+    return _row_kind(run, ("text", "summary"), "text with its summary", shape=shape_of_summaries)
 
 
 def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, **more: Any) -> RowKind:
@@ -58,6 +54,7 @@ def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, **more: Any) -
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
         advice=advice,
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
+        tokenize=tokenize_texts,
         **more,
     )
 
@@ -77,30 +74,25 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
-    """Yield the rows with their columns by key, and say how many are left out, if some may be empty.
+    """Yield the rows with their `columns` by key, and say how many have an empty one and are left out.
 
-    `columns` has the name of each in the data.
-
-    Raises:
-        BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
+    Refuse a row that lacks a column, or has an empty one that must not be.
     """
     empty: dict[str, list[str]] = {key: [] for key in columns}
-    filled = left_out = 0
+    count = left_out = 0
     for row, where in found:
         by_key = _columns_of(row, where, columns)
         lacking = [key for key, value in by_key.items() if not value.strip()]
         for key in lacking:
             empty[key].append(where.removeprefix(f"{source}, "))
-        if lacking:
-            left_out += 1
-        else:
-            filled += 1
+        count, left_out = count + 1, left_out + bool(lacking)
+        if not lacking:
             yield placed(by_key, where)
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
     if left_out:
-        say_once(f"{left_out:,} of {left_out + filled:,} rows have an empty column, and are left out")
+        say_once(f"{left_out:,} of {count:,} rows have an empty column, and are left out")
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
@@ -124,10 +116,7 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
 def with_classes(splits: Splits) -> Splits:
     """Return the rows with the number of their class: labels of the training rows, in their natural order.
 
-    Labels that are the same but for case, spaces or the form of their characters are said.
-
-    Raises:
-        BadInputError: there is one class only, or a label that no training row has.
+    Labels that differ in their form alone are said; refused are one class, and a label that no training row has.
     """
     classes = {label: number for number, label in enumerate(label_names(splits))}
     if len(classes) < 2:
@@ -207,37 +196,11 @@ def say_balance(splits: Splits) -> str:
 # -- tokens
 
 
-def tokenize_labelled(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text as tokens, with the tokenizer's own special ones, and the number of its class as its label.
+def tokenize_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text as tokens, with the tokenizer's own special ones; its label is its class, or its summary's.
 
-    Raises:
-        BadInputError: texts are longer than `max_length`, and must not be cut.
+    A summary that is cut at `max_target_length` has no end token. `long_texts` may refuse to cut.
     """
-    return _tokenize(rows, lambda batch: [row["class"] for row in batch], tokenizer, run)
-
-
-def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text as tokens, with the tokens of its summary as labels; both end with the tokenizer's end token.
-
-    A summary that is cut at `max_target_length` has no end token.
-
-    Raises:
-        BadInputError: texts or summaries are too long, and must not be cut.
-    """
-
-    def summaries_of(batch: list[Row]) -> list[list[int]]:
-        summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
-        return [ids[: run.max_target_length] for ids in summaries]
-
-    return _tokenize(rows, summaries_of, tokenizer, run)
-
-
-def _tokenize(
-    rows: Sequence[Row],
-    labels_of: Callable[[list[Row]], list[int] | list[list[int]]],
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunConfig,
-) -> Sequence[Tokens]:
     for key, setting in LIMITS.items() if run.long_texts == "refuse" else ():
         if long := _too_long(rows, key, tokenizer, run):
             what = "texts" if key == "text" else "summaries"
@@ -250,7 +213,12 @@ def _tokenize(
         limit = {"truncation": True, "max_length": run.max_length}
         for batch in batches_of(rows, "tokenizing"):
             texts = tokenizer([row["text"] for row in batch], **limit, **AS_TEXT)["input_ids"]
-            for text, label in zip(texts, labels_of(batch), strict=True):
+            if "summary" in batch[0]:
+                summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
+                labels = [ids[: run.max_target_length] for ids in summaries]
+            else:
+                labels = [row["class"] for row in batch]
+            for text, label in zip(texts, labels, strict=True):
                 yield {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
 
     return stored(encoded())
@@ -259,9 +227,8 @@ def _tokenize(
 def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
     """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
     long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
-    said = f"no training text has more than {run.max_length} tokens"
-    if long:
-        said = f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
+    texts = f"{long:,} of {len(rows):,} training texts have" if long else "no training text has"
+    said = f"{texts} more than {run.max_length} tokens{', and are cut' if long else ''}"
     if not cut:
         return said
     return (
@@ -271,7 +238,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
 
 
 def _too_long(rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
-    """Return the numbers of the rows whose `key`, text or summary if they have one, has more tokens than its limit."""
+    """Return the numbers of the rows whose `key`, if they have it, has more tokens than its limit."""
     argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
     batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
     whole = (

@@ -13,7 +13,7 @@ from common.data.rows import Row
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
 DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
 NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')
-"""How the JSON schema of a parameter allows null: among its types or values, or in OpenAPI's way."""
+"""How the JSON schema of a parameter allows null: among its types or values, or in OpenAI's way."""
 
 
 def from_json(value: object) -> object:
@@ -38,9 +38,6 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message whose `tool_calls` are a list of calls with a name and an object of arguments, or are left out.
 
     OpenAI's interface has the arguments as a JSON text; a call without any has an empty object.
-
-    Raises:
-        BadInputError: they are none, or stand in another message than an assistant's.
     """
     calls = from_text(message.get("tool_calls") or None)
     if not calls:
@@ -49,8 +46,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
     if message["role"] != "assistant":
         raise BadInputError(
-            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls tools; "
-            "correct it."
+            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls tools."
         )
     return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
 
@@ -63,7 +59,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadInputError(
             f"{where} calls {function['name']!r} with arguments that are no JSON object: {begin_of(arguments)!r}; give "
-            "it {'name': value, ...}, or such a text."
+            "it {'name': value, ...}."
         )
     called = {**function, "arguments": arguments}
     return called if function is call else {**call, "function": called}
@@ -71,9 +67,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose calls have their arguments as a JSON text, for templates that take no other."""
-    if "tool_calls" not in message:
-        return message
-    return {**message, "tool_calls": list(map(_with_text, message["tool_calls"]))}
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(_with_text, calls))} if calls else message
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -86,11 +81,7 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_tools(row: Row, where: str) -> Row:
-    """Return a row with its `tools` as a list of objects, or without any where that is empty.
-
-    Raises:
-        BadInputError: they are no such list.
-    """
+    """Return a row with its `tools` as a list of objects, or without any where that is empty; refuse anything else."""
     tools = row.get("tools")
     if isinstance(tools, str):  # as tables hold them
         tools = from_text(tools) if tools.strip() else None
