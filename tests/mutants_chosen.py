@@ -59,8 +59,8 @@ DATA = (
     Fault(
         "a row is seen twice: two ranks take the same share",
         "common/data/batches.py",
-        "there, back = rank, 2 * self.world_size - 1 - rank",
-        "there, back = max(0, rank - 1), 2 * self.world_size - 1 - max(0, rank - 1)",
+        "there, back = self.rank, 2 * self.world_size - 1 - self.rank",
+        "there, back = max(0, self.rank - 1), 2 * self.world_size - 1 - max(0, self.rank - 1)",
         _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
     ),
     Fault(

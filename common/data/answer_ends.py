@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.errors import BadInputError, begin_of, reading
@@ -61,7 +61,7 @@ def in_time(what: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
-def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
     """Refuse chat templates of which none is for rows without tools, or that are no texts.
 
     Raises:
@@ -77,7 +77,7 @@ def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> Non
         )
 
 
-def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def templates_in_use(tokenizer: Tokenizer) -> list[str]:
     """Return the templates that conversations are written with: one, or one without and one with tools."""
     templates = tokenizer.chat_template
     named = templates if isinstance(templates, dict) else {DEFAULT: templates}
@@ -98,7 +98,7 @@ class AnswerEnd:
     ids: list[int]
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd | None:
+def answer_end(tokenizer: Tokenizer, template: str) -> AnswerEnd | None:
     """Return what a template writes after an answer; None where it does not write a plain conversation.
 
     Raises:
@@ -123,12 +123,12 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd |
     return AnswerEnd(ids[place], "", ids[: place + 1])
 
 
-def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[AnswerEnd]:
+def answer_ends(tokenizer: Tokenizer) -> list[AnswerEnd]:
     """Return what each template in use writes after an answer, as far as `answer_end` can tell."""
     return [end for template in templates_in_use(tokenizer) if (end := answer_end(tokenizer, template))]
 
 
-def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
+def say_ends(tokenizer: Tokenizer, model: str) -> str:
     """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one."""
     ends = answer_ends(tokenizer)
     if not all(end.token_id is not None or end.text for end in ends):
@@ -156,7 +156,7 @@ class Stops:
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
 
-    def settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what `generate` is told."""
         ids = list(self.token_ids) or None
         by_texts = {"stop_strings": list(self.texts)} if self.texts else {}
@@ -169,7 +169,7 @@ class Stops:
         return answer
 
 
-def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | None = None) -> Stops:
+def stops_of(tokenizer: Tokenizer, known: int | Sequence[int] | None = None) -> Stops:
     """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config.
 
     Raises:
@@ -184,12 +184,12 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
     )
 
 
-def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
+def saved_stops(folder: Path, tokenizer: Tokenizer) -> Stops:
     """Return where the model that was saved in a folder stops."""
     return stops_of(tokenizer, _saved_settings(folder).get("eos_token_id"))
 
 
-def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: "GenerationConfig | None" = None) -> None:
+def save_stops(folder: Path, tokenizer: Tokenizer, base: "GenerationConfig | None" = None) -> None:
     """Write the tokens that generation stops at into a folder's generation config, or a copy of the `base`'s.
 
     Texts are left out: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.

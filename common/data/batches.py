@@ -13,7 +13,9 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
+)
+from transformers import (
+    PreTrainedTokenizerBase as Tokenizer,
 )
 
 from common.base.run_config import RunConfig
@@ -42,9 +44,7 @@ def longest_first(rows: Sequence[Tokens]) -> Sequence[Tokens]:
     return take(rows, sorted(range(len(lengths)), key=lambda number: -lengths[number]))
 
 
-def make_collator(
-    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None, multiple: int = 0
-) -> Collate:
+def make_collator(tokenizer: Tokenizer, model: PreTrainedModel | None = None, multiple: int = 0) -> Collate:
     """Return a collator that pads a batch to its longest row, on the right, without attention and labels there.
 
     `multiple`: the length becomes the next multiple of so many tokens; 0 = it stays. With an encoder-decoder as `model`
@@ -166,12 +166,8 @@ class EpochBatches(Sampler[list[int]]):
         return [[row for rows in by_part for row in rows[start : start + size]] for start in starts]
 
     def own(self, rows: list[int]) -> list[int]:
-        """Return this rank's share of the rows that all compute at once."""
-        return self.share(rows, self.rank)
-
-    def share(self, rows: list[int], rank: int) -> list[int]:
-        """Return a rank's share of the rows that all compute at once: dealt from first to last rank, and back."""
-        there, back = rank, 2 * self.world_size - 1 - rank
+        """Return this rank's share of the rows that all compute at once: dealt from first to last rank, and back."""
+        there, back = self.rank, 2 * self.world_size - 1 - self.rank
         own = [row for place, row in enumerate(rows) if place % (2 * self.world_size) in (there, back)]
         return own or [NO_ROW]
 
@@ -212,9 +208,9 @@ class PartitionedBatches(EpochBatches):
         super().__init__(*args, **kwargs)
         self._draw_from(partition(len(self.lengths), parts, self.seed), self.batch_size)
 
-    def share(self, rows: list[int], rank: int) -> list[int]:
-        """Return those of `rows` that are in a rank's parts."""
-        return [row for row in rows if self.part_of[row] % self.world_size == rank] or [NO_ROW]
+    def own(self, rows: list[int]) -> list[int]:
+        """Return those of `rows` that are in this rank's parts."""
+        return [row for row in rows if self.part_of[row] % self.world_size == self.rank] or [NO_ROW]
 
 
 class RepeatedBatch(EpochBatches):
@@ -228,7 +224,7 @@ class RepeatedBatch(EpochBatches):
         """Return the rows, once for each accumulation step."""
         return [step] * self.accumulation_steps
 
-    def share(self, rows: list[int], rank: int) -> list[int]:
+    def own(self, rows: list[int]) -> list[int]:
         """Return all rows."""
         return rows
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 from common.base.errors import BadInputError
@@ -19,7 +19,7 @@ AS_TEXT = {"split_special_tokens": True, "verbose": False}
 """For a text without a template: what looks like a control token is text, and nothing is said of long ones."""
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Return what finds a control token of the tokenizer in a text, of several that begin there the longest."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     picture = getattr(getattr(tokenizer, "processor", None), "image_token", "")  # a row that has it is refused
@@ -48,7 +48,7 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
+def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: Tokenizer, run: RunConfig) -> None:
     """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says.
 
     Raises:

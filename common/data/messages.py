@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
@@ -154,7 +154,7 @@ def answer_of(row: Row) -> str:
     return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
 
 
-def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
 
     Refused are more of these than `max_truncated_fraction` of all, and rows that the chat template cannot write.
@@ -166,7 +166,7 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
 
 def tokens_to_learn(
     rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     run: RunConfig,
     encode_rows: Callable[[list[Row]], list[Tokens]],
     is_learnt: Callable[[Tokens], object] = labels_in,
@@ -220,7 +220,7 @@ def tokens_to_learn(
 # -- plain text
 
 
-def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+def tokenize_plain(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt."""
     if run.train_on not in ("assistant", "all"):
         raise BadInputError(

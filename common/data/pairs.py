@@ -6,7 +6,7 @@ Without the column `prompt`, both answers are whole conversations that differ in
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
@@ -95,7 +95,7 @@ def _messages(value: object, role: str, where: str) -> list[Message]:
 # -- tokens
 
 
-def tokenize_pairs(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+def tokenize_pairs(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every pair as tokens; `exchange_answers` learns the rejected ones.
 
     Pairs that do not differ within `max_length`, or have no answer there, are left out.
@@ -113,7 +113,7 @@ def exchanged(row: Row) -> Row:
     return {**row, "messages": [*prompt, *row["rejected"]], "rejected": [chosen]}
 
 
-def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+def encode_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Tokens]:
     """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token.
 
     Refuse a prompt that the chat template writes in another way before another answer.

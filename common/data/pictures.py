@@ -8,7 +8,8 @@ import base64
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.data.files import is_url
@@ -76,25 +77,22 @@ def check_picture(reference: str, where: str) -> tuple[str, bool]:
 
     Refuse what is no picture, is damaged, too large, or not of 8 bits.
     """
-    name = _name_of(reference)
     with _opened(reference, where) as picture:
-        width, height = picture.size
-        if width * height > MOST_PIXELS:
-            raise _too_large(name, where)
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
             raise BadInputError(
-                f"{where} has a picture, {name}, in mode {picture.mode}, which is not of 8 bits: convert it to RGB."
+                f"{where} has a picture, {_name_of(reference)}, in mode {picture.mode}, which is not of 8 bits: "
+                "convert it to RGB."
             )
         is_transparent = _is_transparent(picture)
         picture.draft("RGB", (64, 64))  # a JPEG is decoded at an eighth of its size: that finds what is missing
-        _decode(picture, where, name)
+        picture.load()
     return sha256(_bytes_of(reference)).hexdigest(), is_transparent
 
 
 def open_picture(reference: str, where: str = "a row") -> Image.Image:
     """Return a picture in RGB, upright, with white for what is transparent."""
     with _opened(reference, where) as picture:
-        _decode(picture, where, _name_of(reference))
+        picture.load()
         picture = ImageOps.exif_transpose(picture)
         if _is_transparent(picture):
             picture = picture.convert("RGBA")
@@ -125,39 +123,32 @@ def _bytes_of(reference: str) -> bytes:
     return Path(reference).read_bytes()
 
 
-def _opened(reference: str, where: str) -> Image.Image:
-    name = _name_of(reference)
+@contextmanager
+def _opened(reference: str, where: str) -> Iterator[Image.Image]:
+    """Yield a picture; refuse what Pillow cannot read or decode of it, and more than `MOST_PIXELS`."""
+    what, opened = f"{where} has a picture, {_name_of(reference)},", False
+    source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
     try:
-        source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
-        return Image.open(source, formats=FORMATS)
+        with Image.open(source, formats=FORMATS) as picture:
+            opened = True
+            if picture.width * picture.height > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            yield picture
+    except BadInputError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large(name, where) from None
+        raise BadInputError(f"{what} of more than {MOST_PIXELS:,} pixels: scale it down.") from None
     except Exception as error:  # each of Pillow's formats has classes of its own
+        said = "is damaged" if opened else "cannot be read"
         raise BadInputError(
-            f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it by one of the format "
-            f"{', '.join(FORMATS)}."
+            f"{what} that {said} ({begin_of(error)}): replace it by one of the format {', '.join(FORMATS)}."
         ) from None
-
-
-def _decode(picture: Image.Image, where: str, name: str) -> None:
-    try:
-        picture.load()
-    except Exception as error:  # as above
-        raise BadInputError(
-            f"{where} has a picture, {name}, that is damaged ({begin_of(error)}): replace it."
-        ) from None
-
-
-def _too_large(name: str, where: str) -> BadInputError:
-    return BadInputError(f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels: scale it down.")
 
 
 # -- as numbers
 
 
-def pixels_of(
-    references: Sequence[str], tokenizer: PreTrainedTokenizerBase, noise: float = 0.0
-) -> dict[str, torch.Tensor]:
+def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:
     """Return the inputs of the vision tower: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
 
     `noise`: the standard deviation of what is added to each picture, as a share of full brightness.
@@ -188,7 +179,7 @@ def with_part(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def with_picture_tokens(ids: list[int], row: Row, tokenizer: Tokenizer) -> list[int]:
     """Return a pictured row's tokens with all of the picture's in the place of its one, which no text may have, too."""
     token = tokenizer.processor.image_token
     number = tokenizer.processor.image_token_id
@@ -198,7 +189,7 @@ def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizer
     return [*ids[:place], *picture_ids(row, tokenizer), *ids[place + 1 :]]
 
 
-def picture_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def picture_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that stand for a row's picture; they depend on its size alone."""
     with _opened(row["picture"], place_of(row)) as picture:
         size = picture.size
@@ -229,7 +220,7 @@ def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
 _IDS: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
 
 
-def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Tokenizer) -> None:
     """Refuse a row whose image tokens would be truncated at `max_length`."""
     ids = tokens["input_ids"]
     end = len(ids) - ids[::-1].index(tokenizer.processor.image_token_id)
@@ -240,7 +231,7 @@ def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Pre
         )
 
 
-def without_picture_labels(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def without_picture_labels(tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
     """Mask the labels of image tokens, whatever else is learnt: the model reads them, but never generates them."""
     image = tokenizer.processor.image_token_id
     pairs = zip(tokens["input_ids"], tokens["labels"], strict=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import begin_of
 from common.base.paths import REPOSITORY
@@ -88,7 +88,7 @@ class RowKind:
     holds: str
     advice: str
     check: Callable[[Found, str], Iterable[Row]]
-    tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
+    tokenize: Callable[[Sequence[Row], Tokenizer, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
     belongs_to: Callable[[Row], str] | None = None
     shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers

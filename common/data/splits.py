@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError
 from common.base.paths import find_here
@@ -45,18 +45,12 @@ def load_splits(run: RunConfig) -> Splits:
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
     """
-    files = _files_here(run.data)
-    return read_splits(run, files) if files else read_splits.__wrapped__(run, files)
-
-
-def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
-    """Return the files of a source on this machine, each with the time of its last change in ns, and its bytes."""
-    place = _place_here(source)
-    if place is None:
-        return ()
-    files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
+    files, place = [], _place_here(run.data)
+    if place is not None:
+        files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
     states = ((file, file.stat()) for file in files if file.is_file())
-    return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
+    seen = tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
+    return read_splits(run, seen) if seen else read_splits.__wrapped__(run, seen)
 
 
 def _place_here(source: str) -> Path | None:
@@ -67,7 +61,7 @@ def _place_here(source: str) -> Path | None:
 
 @lru_cache(maxsize=1)
 def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Splits:
-    """Read and check the run's rows; `files` tells whether those that were read last are still the same."""
+    """Read and check the run's rows; `files`, with times in ns and bytes, tells whether they are still the same."""
     kind = row_kind(run)
     splits = check_rows_apart(_read_splits(run, kind), run)
     limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
@@ -93,7 +87,7 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
 
 
 def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
-    """Return what a source calls the splits of a run; say which others it has, and refuse one without what is asked for."""
+    """Return what a source calls the splits of a run; say the others, and refuse one without what is asked for."""
     chosen = {}
     for split, words in SPLIT_WORDS.items():
         setting = f"dataset_{split}_split"
@@ -113,10 +107,8 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
 
 def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
     """Say which splits are called otherwise, by what a source calls each, and where it is."""
-    called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
-    others = [
-        f"{name} is {split}" for split, name in called.items() if split_named(name) and split[:3] not in name.lower()
-    ]
+    called = ((split, name if name != split else Path(place).name) for split, (name, place) in names.items())
+    others = [f"{name} is {split}" for split, name in called if split_named(name) and split[:3] not in name.lower()]
     say_once(f"{source}: {', '.join(others)}" if others else "")
 
 
@@ -160,16 +152,12 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
         found = load_dataset(run.data, run.dataset_config or None, revision=revision, trust_remote_code=False)
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
+        said = f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data."
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
-            raise BadInputError(f"The dataset {run.data} needs another --dataset_config: {reason}") from None
-        if "is a gated dataset" in reason:
-            raise BadInputError(
-                f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
-            ) from None
-        raise BadInputError(
-            f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data or "
-            "--dataset_revision."
-        ) from None
+            said = f"The dataset {run.data} needs another --dataset_config: {reason}"
+        elif "is a gated dataset" in reason:
+            said = f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
+        raise BadInputError(said) from None
     _check_commit(run, next(iter(found.values())).cache_files)
     source = f"dataset {run.data}"
 
@@ -244,20 +232,18 @@ def _alike_by_label(order: list[list[int]], labels: list[str]) -> tuple[list[lis
 
 def _groups_of(rows: Sequence[Row], belongs_to: Callable[[Row], str] | None) -> list[list[int]]:
     """Return the numbers of rows that must stay together, in the order of the first of each."""
-    if belongs_to is None:
-        return [[number] for number in range(len(rows))]
-    groups: dict[str, list[int]] = {}
+    groups: dict[str | int, list[int]] = {}
     for number, row in enumerate(rows):
-        groups.setdefault(belongs_to(row), []).append(number)
+        groups.setdefault(belongs_to(row) if belongs_to else number, []).append(number)
     return list(groups.values())
 
 
-def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+def tokens_of(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens, by the run's task and settings; refuse rows with nothing to learn, or cut ones."""
     return row_kind(run).tokenize(rows, tokenizer, run)
 
 
-def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Splits:
+def tokenized(splits: Splits, tokenizer: Tokenizer, run: RunConfig) -> Splits:
     """Return training and validation rows as tokens; those that are tokens already stay as they are.
 
     Rows that are validated without answers come longest first, so that their batches have little padding.
@@ -268,7 +254,7 @@ def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig
     return replace(splits, train=train, validation=validation if run.goal.converses else longest_first(validation))
 
 
-def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
+def check_tokens(splits: Splits, tokenizer: Tokenizer, run: RunConfig) -> None:
     """Refuse what a tokenizer alone tells of rows: control tokens in texts, and answers that `long_texts` refuses."""
     every = (splits.train, splits.validation, splits.test)
     check_control_tokens(every, tokenizer, run)

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -105,10 +105,6 @@ class RowsOnDisk(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._mapped)
 
-    @overload
-    def __getitem__(self, place: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, place: slice) -> "RowsOnDisk": ...
     def __getitem__(self, place: int | slice) -> "dict[str, Any] | RowsOnDisk":
         if isinstance(place, slice):
             return self.taken(range(len(self))[place])

@@ -13,14 +13,12 @@ from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
-LARGEST_FIELD = 2**31 - 1
-"""Characters of a field of a CSV file: the most that Python's reader can be told on every system."""
+LARGEST_FIELD = 2**31 - 1  # characters: the most that Python's reader can be told on every system
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """Of CSV files; spreadsheets write semicolons where the comma divides a number."""
 SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)
 """What Excel writes, and reads, before the names of the columns."""
-SNIFFED_LINES = 20
-"""Lines of a CSV file by which its delimiter is found."""
+SNIFFED_LINES = 20  # by which a file's delimiter is found
 MOST_LEVELS = 100
 """Lists and objects within each other in a row; at about a thousand all that walks through a row fails."""
 WRAPPERS = 2
@@ -43,9 +41,6 @@ def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
     Args:
         lines: With their ends.
         delimiter: Empty = the one of the line `sep=`, or that fits the first lines best.
-
-    Raises:
-        BadInputError: a name stands twice, a row has more cells than there are names, or its quotes do not end.
     """
     csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
     head, number = first_lines(lines), 0
@@ -107,9 +102,6 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
 
     JSON is read at once, and may be a list of rows, a row, an object that holds rows, by the names of splits or by
     another, or a table as pandas writes it. JSONL is read line by line.
-
-    Raises:
-        BadInputError: it is neither.
     """
     head = first_lines(lines)
     first = head[-1].strip() if head else ""
@@ -141,7 +133,6 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
 
 
 def _numbered(rows: list[Any], content: str, where: str) -> Found:
-    """Yield the rows of JSON with where each stands; `content`: the text that held them."""
     is_odd = _is_odd(content)
     for number, row in enumerate(rows, 1):
         if is_odd:
@@ -150,11 +141,7 @@ def _numbered(rows: list[Any], content: str, where: str) -> Found:
 
 
 def parse_lines(lines: Iterable[str], source: str) -> Found:
-    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
-
-    Raises:
-        BadInputError: a line is no JSON.
-    """
+    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out."""
     for number, line in enumerate(lines, 1):
         where, content = f"{source}, line {number}", line.rstrip()  # a fault at its end is then in this line
         if not content:
@@ -182,12 +169,7 @@ def _values_in(text: str) -> list[Any]:
 
 
 def _decoded(text: str, where: str, decode: Callable[[str], Any] = json.loads) -> Any:
-    """Return what a text of JSON says.
-
-    Raises:
-        JSONDecodeError: it is no JSON.
-        BadInputError: it is, but Python does not read it.
-    """
+    """Return what a text of JSON says, or raise JSONDecodeError; refuse what is JSON, but Python does not read."""
     try:
         return decode(text)
     except json.JSONDecodeError:
@@ -202,25 +184,21 @@ def _is_odd(text: str) -> bool:
 
 
 def _check_odd(row: Any, where: str) -> None:
-    level, depth = [row], 0
-    while level := [
-        each
-        for value in level
-        if isinstance(value, list | dict)
-        for each in (value.values() if isinstance(value, dict) else value)
-    ]:
-        depth += 1
-        if depth > MOST_LEVELS:
-            raise BadInputError(
-                f"{where} has more than {MOST_LEVELS} lists and objects within each other: correct or remove it."
-            )
+    if _levels_of(row) > MOST_LEVELS:
+        raise BadInputError(f"{where} has more than {MOST_LEVELS} lists and objects within each other: correct it.")
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise BadInputError(
-            f"{where} has half of a character, {half}, which is no text: correct or remove it."
-        ) from None
+        raise BadInputError(f"{where} has half of a character, {half}, which is no text: correct it.") from None
+
+
+def _levels_of(value: Any, most: int = MOST_LEVELS) -> int:
+    """Return how many lists and objects are within each other, of more than `most` one more."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None or most < 0:
+        return 0
+    return 1 + max((_levels_of(part, most - 1) for part in parts), default=0)
 
 
 def _goes_on(line: str) -> bool:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, begin_of, reading
@@ -32,7 +32,7 @@ QUIET = {"verbose": False}
 REMEDY = "remove such rows, or pass a --model whose template takes them."
 
 
-def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
+def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
     """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end.
 
     Refuse one that has no end token either, and templates that cannot be used.
@@ -52,12 +52,12 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     )
 
 
-def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+def begins_by_itself(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer puts its begin token before a text that has none."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+def training_template(tokenizer: Tokenizer, template: str) -> str | None:
     """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None.
 
     Raises:
@@ -74,14 +74,14 @@ def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str 
     return None
 
 
-def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def prompt_ids(rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[int]]:
     """Return what each row's last answer follows, or how its plain text begins: what generation starts from."""
     if is_plain(rows):
         return tokenizer([opening_of(row["text"]) for row in rows], **AS_TEXT)["input_ids"]
     return _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, answer_follows=True)
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -> list[Tokens]:
+def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]:
     """Return whole rows as tokens, with labels on what `train_on` names (common/base/settings.py).
 
     The answers are those that the template marks. Where neither it nor TRL's version of it does, they are what a row's
@@ -128,9 +128,7 @@ def _with_ends(mask: list[int], ids: list[int], ends: list[list[int]]) -> list[i
     return mask
 
 
-def _encode_by_turns(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str, template: str | None = None
-) -> list[Tokens]:
+def _encode_by_turns(rows: list[Row], tokenizer: Tokenizer, train_on: str, template: str | None = None) -> list[Tokens]:
     """Return whole rows as tokens; what each turn adds tells what is learnt. `template`: None = the tokenizer's own."""
     whole = _ids(rows, tokenizer, template=template)
     if train_on == "all":
@@ -172,7 +170,7 @@ def _first(row: Row, count: int) -> Row:
 
 
 def _ids(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bool = False, template: str | None = None
+    rows: list[Row], tokenizer: Tokenizer, answer_follows: bool = False, template: str | None = None
 ) -> list[list[int]]:
     """Return what the template writes of rows, as tokens; control tokens in their texts are encoded as text."""
     ids: list[list[int]] = []
@@ -185,9 +183,7 @@ def _ids(
     return [with_picture_tokens(each, row, tokenizer) if "picture" in row else each for each, row in pairs]
 
 
-def _applied(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, as_text: re.Pattern[str] | None = None, **settings: Any
-) -> Any:
+def _applied(rows: list[Row], tokenizer: Tokenizer, as_text: re.Pattern[str] | None = None, **settings: Any) -> Any:
     """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them.
 
     Raises:
@@ -211,7 +207,7 @@ def _applied(
         raise
 
 
-def _messages(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def _messages(row: Row, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     messages = with_part(row) if "picture" in row else row["messages"]
     has_calls = any("tool_calls" in message for message in messages)
     if has_calls and _takes_text(tokenizer, str(tokenizer.chat_template)):
@@ -220,7 +216,7 @@ def _messages(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, An
 
 
 @lru_cache(maxsize=4)
-def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+def _takes_text(tokenizer: Tokenizer, template: str) -> bool:
     """Return whether the tokenizer's `template` writes a call's arguments only where they are a text."""
 
     def written(arguments: object) -> str:
@@ -241,7 +237,7 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
-def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(row: Row, turns: tuple[str, ...], tokenizer: Tokenizer) -> None:
     """Refuse a template that cannot write the turns of a row in time, or drops one.
 
     Raises:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
@@ -196,7 +196,7 @@ def say_balance(splits: Splits) -> str:
 # -- tokens
 
 
-def tokenize_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+def tokenize_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every text as tokens, with the tokenizer's own special ones; its label is its class, or its summary's.
 
     A summary that is cut at `max_target_length` has no end token. `long_texts` may refuse to cut.
@@ -224,7 +224,7 @@ def tokenize_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     return stored(encoded())
 
 
-def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
+def say_long_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> str:
     """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
     long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
     texts = f"{long:,} of {len(rows):,} training texts have" if long else "no training text has"
@@ -237,7 +237,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     )
 
 
-def _too_long(rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
+def _too_long(rows: Sequence[Row], key: str, tokenizer: Tokenizer, run: RunConfig) -> list[int]:
     """Return the numbers of the rows whose `key`, if they have it, has more tokens than its limit."""
     argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
     batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
