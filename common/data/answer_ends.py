@@ -20,8 +20,7 @@ from common.base.errors import BadInputError, begin_of, reading
 if TYPE_CHECKING:
     from transformers import GenerationConfig  # it takes seconds to import
 
-RENDERING_S = 5
-"""Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
+RENDERING_S = 5  # of computing, for one conversation: thousands of times what it needs
 QUESTION, ANSWER = "Who made it?", "Vance"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Of a tokenizer's named templates, those that Transformers takes for rows without tools, and with some."""

@@ -100,8 +100,7 @@ def filler_like(row: Tokens) -> Tokens:
     return without_labels(row if "picture" in row else first_tokens(row, 2))
 
 
-SORTED_STEPS = 4
-"""Of rows that are padded: steps whose rows are sorted by length together, few, so that neighbours change by epoch."""
+SORTED_STEPS = 4  # whose rows are sorted by length together: few, so that neighbours change by epoch
 
 
 class EpochBatches(Sampler[list[int]]):

@@ -15,8 +15,7 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.data.rows import Row, place_of
 
-AS_TEXT = {"split_special_tokens": True, "verbose": False}
-"""For a text without a template: what looks like a control token is text, and nothing is said of long ones."""
+AS_TEXT = {"split_special_tokens": True, "verbose": False}  # control tokens in a text are text
 
 
 def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:

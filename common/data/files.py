@@ -25,8 +25,7 @@ from common.data.tool_calls import as_written
 
 ARROW = ".arrow"  # what `save_to_disk` of `datasets` writes
 BINARY = (".parquet", ARROW)
-TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)
-"""Files of rows with columns."""
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)  # files of rows with columns
 TEXT_FILE = ".txt"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
@@ -40,14 +39,11 @@ BEGINNINGS = {
 """What files begin with that are not what their names say."""
 BEGIN_BYTES = 64
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-NOT_FOUND = (404, 410)
-"""Answers of HTTP by which there is no such file."""
-PIECE, LONGEST_LINE = 2**24, 2**30
-"""Characters of a line: read at once, and at most, as a list in JSON is often a single one."""
+NOT_FOUND = (404, 410)  # answers of HTTP: there is no such file
+PIECE, LONGEST_LINE = 2**24, 2**30  # characters of a line: read at once, and at most
 BOMB_CHARACTERS, BOMB_LINES, BOMB_RATIO = 2**26, 2**17, 1_000
 """What a compressed file may become: so many characters, or as many times its size; so many lines, or one a byte."""
-SAMPLE_BYTES, SHOWN_AROUND = 2**18, 30
-"""Around a byte that is not UTF-8: by these its encoding is guessed, and so many characters are shown."""
+SAMPLE_BYTES, SHOWN_AROUND = 2**18, 30  # around a byte that is not UTF-8: by these the encoding is guessed
 WESTERN = "cp1252"
 OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
 """Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""

@@ -16,14 +16,11 @@ from common.data.files import BINARY, COMPRESSED, NOT_FOUND, is_http, is_url, su
 from common.data.row_checks import say_once
 from common.data.rows import SPLIT_WORDS, RowKind, shown, split_named
 
-LEVELS = 3
-"""Folders within each other in which files are looked for: `DATA/english/train/0000.parquet`."""
+LEVELS = 3  # of folders in which files are looked for: `DATA/english/train/0000.parquet`
 IGNORED = re.compile(r"(^|/)(\.|__|cache-.*\.arrow$|dataset_(infos?|dict)\.json$|config\.json$)")
 """Hidden files, and those of `datasets` that hold no rows of a split."""
-SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}\b.*")
-"""How `datasets` names the parts of a split."""
-FORBIDDEN = (401, 403)
-"""Answers of HTTP by which a file is not there, either: many stores forbid what they do not have."""
+SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}\b.*")  # how `datasets` names parts of a split
+FORBIDDEN = (401, 403)  # so many stores answer for what they do not have
 
 
 def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:

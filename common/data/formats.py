@@ -16,8 +16,7 @@ from common.base.specs import TASKS
 from common.data.rows import Row, place_of
 from common.data.tool_calls import from_text
 
-Message = dict[str, object]
-"""`role` and `content`; an assistant's may have `tool_calls` instead of a content."""
+Message = dict[str, object]  # `role` and `content`; an assistant's may have `tool_calls` instead of a content
 
 ROLES = {
     "human": "user", "user": "user", "prompter": "user",
@@ -28,14 +27,11 @@ ROLES = {
 """Names that speakers have in ShareGPT's files, and the roles that chat templates know."""
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
-WEIGHTS = ("weight", "train", "training", "loss")
-"""Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
-RENAMED = ("from", "value", *WEIGHTS)
-"""Keys of messages that have other names once they are normalised."""
+WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI's key for what is not learnt, and other trainers'
+RENAMED = ("from", "value", *WEIGHTS)  # in what `normalised` returns
 LIST_BEGIN = re.compile(r"\s*\[")
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
-KEPT = ("facts", "tools")
-"""Columns of conversations that are used besides `id` and those of a format."""
+KEPT = ("facts", "tools")  # columns of conversations that are used besides `id` and those of a format
 
 
 @dataclass(frozen=True)
@@ -156,8 +152,7 @@ ELSEWHERE = {
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 
-IMAGE_COLUMNS = ("image", "images")
-"""Columns of pictures, whatever their values look like."""
+IMAGE_COLUMNS = ("image", "images")  # whatever their values look like
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""

@@ -18,10 +18,8 @@ from common.data.pictures import check_picture, reference_to
 from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind, is_plain
 
-PICTURE_COLUMNS = ("images", "image", "picture", "file_name")
-"""Columns that hold a row's picture, or name its file; of several that are filled the first counts."""
-PLACEHOLDER = re.compile(r"\n?<image>\n?")
-"""What LLaVA's rows have in a user's text where the picture belongs."""
+PICTURE_COLUMNS = ("images", "image", "picture", "file_name")  # the first that is filled counts
+PLACEHOLDER = re.compile(r"\n?<image>\n?")  # what LLaVA's rows have in a user's text for the picture
 
 
 def row_kind(run: RunConfig) -> RowKind:

@@ -25,15 +25,12 @@ from common.data.files import is_url
 from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 URI_HEAD = "data:image/*;base64,"
-MOST_PIXELS = 89_478_485
-"""Pillow warns of a decompression bomb above so many."""
+MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above so many
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
-TRANSPARENT_MODES = ("RGBA", "LA", "PA")
-"""Modes that become RGB: with transparency on white."""
+TRANSPARENT_MODES = ("RGBA", "LA", "PA")  # on white they become RGB
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Those that are read, whatever a file is called: Pillow would start Ghostscript for another, or read its own way."""
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""The tag of EXIF, and its values by which width and height are exchanged."""
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values by which width and height are exchanged
 
 
 def reference_to(picture: object, folder: Path | None, where: str) -> str:

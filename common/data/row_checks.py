@@ -15,8 +15,7 @@ from common.base.secrets import without_secrets
 from common.data.rows import Row, Splits, Tokens, places_of, texts_of, tokens_in
 from common.data.stored_rows import take
 
-ENOUGH_STEPS = 100
-"""Optimizer steps below which a new user's rows have probably not been learnt yet."""
+ENOUGH_STEPS = 100  # below, a new user's rows have probably not been learnt yet
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:

@@ -14,8 +14,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.planning.job import BatchShape
 
-IGNORED_LABEL = -100
-"""Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
+IGNORED_LABEL = -100  # adds nothing to the loss (PyTorch's cross-entropy)
 NO_ROW = -1  # the number of "no row left for this rank"
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -25,8 +24,7 @@ SPLIT_WORDS = {
 """What splits are called in names of files, folders and datasets, as `datasets` has it; the first word comes first."""
 SPLIT_NAMES = tuple(SPLIT_WORDS)
 
-OPENING = 200
-"""Characters of a test text, at most, that a model is given to continue; half of a text that is short."""
+OPENING = 200  # characters of a test text, at most, that a model is given to continue
 
 
 Row = dict[str, Any]
@@ -67,8 +65,7 @@ def padded_shape(longest: Sequence[Tokens]) -> BatchShape:
     return BatchShape(len(longest), max(lengths), labelled=0, padded=min(lengths) < max(lengths))
 
 
-Found = Iterable[tuple[object, str]]
-"""What stands for each row in a file or dataset, and where it stands."""
+Found = Iterable[tuple[object, str]]  # what stands for each row, and where it stands
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,9 @@ from common.runtime.world import is_main_process
 if TYPE_CHECKING:
     from datasets import Dataset
 
-IN_MEMORY = 256 * 2**20
-"""Bytes of rows, about, that are held in memory."""
-ROW_BYTES, TOKEN_BYTES = 1_000, 48
-"""What a row's dictionaries and lists take, and a token: its number, and its place in three lists."""
-BATCH_ROWS = 1_000
-"""Rows that are read or turned into tokens at once."""
+IN_MEMORY = 256 * 2**20  # bytes of rows, about
+ROW_BYTES, TOKEN_BYTES = 1_000, 48  # of a row's dictionaries and lists, and of a token and its place in three lists
+BATCH_ROWS = 1_000  # read or turned into tokens at once
 
 
 def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str, Any]]:

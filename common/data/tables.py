@@ -16,18 +16,13 @@ from common.data.rows import Found, split_named
 LARGEST_FIELD = 2**31 - 1  # characters: the most that Python's reader can be told on every system
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """Of CSV files; spreadsheets write semicolons where the comma divides a number."""
-SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)
-"""What Excel writes, and reads, before the names of the columns."""
+SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)  # what Excel writes before the names of columns
 SNIFFED_LINES = 20  # by which a file's delimiter is found
-MOST_LEVELS = 100
-"""Lists and objects within each other in a row; at about a thousand all that walks through a row fails."""
-WRAPPERS = 2
-"""Objects around the rows of a JSON file, at most, as in `{"data": {"train": [...]}}`."""
-COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)
-"""Columns of rows that are known, by which an object is a row and no wrapper of rows."""
+MOST_LEVELS = 100  # lists and objects within each other; at about 1,000 what walks through a row fails
+WRAPPERS = 2  # objects around the rows of a JSON file, at most
+COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)  # by which an object is a row and no wrapper of rows
 DECODER, SPACES = json.JSONDecoder(), re.compile(r"\s*")
-HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON escapes each half of a character such as an emoji."""
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half of an emoji
 
 
 # -- CSV

@@ -27,8 +27,7 @@ PLAIN_TEMPLATE = (
 )
 """For tokenizers without a chat template, such as GPT-2's: a message on each line, the end token after each answer."""
 
-QUIET = {"verbose": False}
-"""Says nothing of rows that are longer than the model reads: they are cut later."""
+QUIET = {"verbose": False}  # says nothing of rows that are longer than the model reads: they are cut later
 REMEDY = "remove such rows, or pass a --model whose template takes them."
 
 

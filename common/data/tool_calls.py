@@ -12,8 +12,7 @@ from common.data.rows import Row
 
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
 DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
-NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')
-"""How the JSON schema of a parameter allows null: among its types or values, or in OpenAI's way."""
+NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')  # in JSON Schema's ways, or OpenAI's
 
 
 def from_json(value: object) -> object:
