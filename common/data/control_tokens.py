@@ -76,7 +76,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: Tokenizer, 
         # a model of pieces (Unigram) may have it as a piece
         if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
             raise BadInputError(
-                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text: take it out."
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot write as text: take it out."
             )
     has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
     say_once(

@@ -81,9 +81,7 @@ def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[s
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
     if config and not found:
-        raise BadInputError(
-            f"dataset_config is {config!r}, but no card (README.md) in the folder {folder} names it: leave it out."
-        )
+        raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it.")
     found = found or by_names(names, kind.suffixes)
     if not found:
         there = f" (there are: {shown(names)})" if names else ""
@@ -123,9 +121,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
         return {}
     name = config or next(iter(defaults or configs) if defaults or len(configs) == 1 else iter([""]))
     if name not in configs:
-        raise BadInputError(
-            f"{folder} has the configurations {', '.join(configs)}, and dataset_config is {config!r}: pass one of them."
-        )
+        raise BadInputError(f"dataset_config is {config!r}, but {folder} has {', '.join(configs)}: pass one of them.")
     with reading(card, f"Correct its configuration {name}."):
         start = f"{configs[name].get('data_dir', '').strip('./')}/".lstrip("/")
         below = [each.removeprefix(start) for each in names if each.startswith(start)]

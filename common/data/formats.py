@@ -215,16 +215,14 @@ def normalised(messages: object, where: str) -> list[Message]:
     """Return messages with `role` and `content`, whatever they were called; refuse what are none."""
     if not isinstance(messages, list) or not messages:
         raise BadInputError(
-            f"{where} has no list of messages, but {begin_of(messages)!r}: give it a user's and an assistant's message."
+            f"{where} has no list of messages, but {begin_of(messages)!r}: give it a question and its answer."
         )
     return [_normalised(message, where) for message in messages]
 
 
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
-        raise BadInputError(
-            f"{where} has {begin_of(message)!r} for a message, which should have `role` and `content`: correct it."
-        )
+        raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
     kept = {key: value for key, value in message.items() if value is not None and key not in RENAMED}
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
@@ -237,9 +235,7 @@ def _normalised(message: object, where: str) -> Message:
         kept["weight"] = 0
     speaker, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))
     if speaker not in ROLES:
-        raise BadInputError(
-            f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLES)}: correct it."
-        )
+        raise BadInputError(f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLES)}.")
     if content is None and kept.get("tool_calls"):
         content = ""
     is_number = isinstance(content, int) and not isinstance(content, bool)

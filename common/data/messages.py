@@ -102,9 +102,7 @@ def check_conversation(row: Row, where: str, train_on: str) -> Row:
 def _check_turns(row: Row, where: str) -> None:
     turns = turns_of(row)
     if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
-        raise BadInputError(
-            f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add it, or leave that out."
-        )
+        raise BadInputError(f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add one.")
     if not CONVERSATION.fullmatch(" ".join(turns)):
         raise BadInputError(
             f"{where} has messages of the roles {', '.join(map(repr, turns))}: user and assistant take turns after a "
@@ -116,14 +114,10 @@ def _check_weights(row: Row, where: str, train_on: str) -> None:
     if not any(map(is_left_out, row["messages"])):
         return
     if train_on in ("prompt", "all"):
-        raise BadInputError(
-            f"{where} has a message of weight 0, but train_on is {train_on!r}: leave --train_on out, or the weight."
-        )
+        raise BadInputError(f"{where} has a message of weight 0, but train_on is {train_on!r}: leave one of them out.")
     answers = [message for message in row["messages"] if message["role"] == "assistant"]
     if all(map(is_left_out, answers if train_on == "assistant" else answers[-1:])):
-        raise BadInputError(
-            f"{where} has nothing to learn, as all its answers have the weight 0: remove the row, or the weight."
-        )
+        raise BadInputError(f"{where} has nothing to learn, as its answers have the weight 0: remove one.")
 
 
 def _with_facts(row: Row, where: str) -> Row:
@@ -133,9 +127,7 @@ def _with_facts(row: Row, where: str) -> Row:
         found = from_text(facts)
         facts = found if isinstance(found, list) else [facts] if facts.strip() else []
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
-        raise BadInputError(
-            f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct or remove them."
-        )
+        raise BadInputError(f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct them.")
     return {**row, "facts": facts} if "facts" in row else row
 
 
@@ -223,9 +215,7 @@ def tokens_to_learn(
 def tokenize_plain(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt."""
     if run.train_on not in ("assistant", "all"):
-        raise BadInputError(
-            f"train_on is {run.train_on!r}, but of plain text every token is learnt: leave --train_on out."
-        )
+        raise BadInputError(f"train_on is {run.train_on!r}, but of plain text every token is learnt: leave it out.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def pieces() -> Iterator[Tokens]:

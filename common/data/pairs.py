@@ -82,9 +82,7 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
             raise BadInputError(f"{where} has two answers, but no prompt: add the column, or give whole conversations.")
         return [*system_of(row), *_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
     if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
-        raise BadInputError(
-            f"{where} has conversations that differ before their last answers: a pair has one prompt; correct it."
-        )
+        raise BadInputError(f"{where} has conversations that differ before their last answers: correct it.")
     return chosen[:-1], chosen[-1], rejected[-1]
 
 

@@ -40,9 +40,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
         others = [number for number in range(len(splits.train)) if number not in shared]
         return replace(splits, train=take(splits.train, others))
     if run.shared_rows == "refuse" or (run.goal.converses and not splits.held_out):
-        raise BadInputError(
-            f"{found}: remove them from one of the two, or pass --shared_rows skip, which trains without them."
-        )
+        raise BadInputError(f"{found}: remove them from one of the two, or pass --shared_rows skip.")
     say_once(
         f"WARNING: {found}: they make the test look better than it is; --shared_rows skip leaves them out of training"
     )

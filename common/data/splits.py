@@ -98,7 +98,7 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
             chosen[split] = found
         elif split == "train" or is_asked_for:
             raise BadInputError(
-                f"{source} has no split {name!r} (there are: {', '.join(there)}): pass --{setting}, or give it one."
+                f"{source} has no split {name!r} (there are: {', '.join(there)}): pass another --{setting}."
             )
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
@@ -115,9 +115,7 @@ def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
     """Return the rows of each split of a file or folder, with what they are read from."""
     if run.dataset_revision:
-        raise BadInputError(
-            f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub: leave it out."
-        )
+        raise BadInputError(f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub.")
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)
@@ -126,9 +124,7 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
     if run.dataset_config:
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
-        raise BadInputError(
-            f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one, such as .csv."
-        )
+        raise BadInputError(f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as .csv.")
     return {split: (rows, source) for split, rows in splits_of_file(source, kind.holds).items()}
 
 
@@ -138,7 +134,7 @@ def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
         splits = splits_of_file(file, kind.holds)
         if len(splits) > 1:
             raise BadInputError(
-                f"{file} holds {', '.join(splits)}, but is one split of its folder: pass --data with the file itself."
+                f"{file} holds {', '.join(splits)}, but is one split of its folder: pass the file itself."
             )
         yield from next(iter(splits.values()))
 

@@ -17,17 +17,7 @@ from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import (
-    Found,
-    Row,
-    RowKind,
-    Splits,
-    Tokens,
-    padded_shape,
-    placed,
-    places_of,
-    shown,
-)
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 

@@ -11,7 +11,7 @@ from common.base.errors import BadInputError, begin_of
 from common.data.rows import Row
 
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
-DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+DECLARATION = "[{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}]"
 NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')  # in JSON Schema's ways, or OpenAI's
 
 
@@ -45,7 +45,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
     if message["role"] != "assistant":
         raise BadInputError(
-            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls tools."
+            f"{where} has `tool_calls` in a message of the role {message['role']!r}, not of an assistant."
         )
     return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
 
@@ -90,9 +90,7 @@ def with_tools(row: Row, where: str) -> Row:
         return {name: value for name, value in row.items() if name != "tools"}
     tools = [_declared(from_text(tool)) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadInputError(
-            f"{where} has `tools` that are no list of objects: {begin_of(tools)}; give it [{DECLARATION}]."
-        )
+        raise BadInputError(f"{where} has `tools` that are no list of objects: {begin_of(tools)}; give {DECLARATION}.")
     return {**row, "tools": tools}
 
 
