@@ -85,7 +85,6 @@ class TrainingRows(Dataset[Tokens]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return row `number`, or for `NO_ROW` a filler."""
         return {**(filler_like(self.rows[0]) if number == NO_ROW else self.rows[number]), "row": number}
 
 

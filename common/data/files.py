@@ -4,7 +4,7 @@ import codecs
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader, TextIOWrapper
@@ -128,7 +128,6 @@ def lines_of(source: str, holds: str) -> Iterator[str]:
 
 @contextmanager
 def _refusing(source: str, holds: str) -> Iterator[None]:
-    """Refuse a file that cannot be read, in the words of its library."""
     with reading(f"The data file {source}", "Correct --data."):
         try:
             yield
@@ -192,7 +191,6 @@ def _is_bomb(source: str) -> BadInputError:
 
 
 def _not_utf8(source: str) -> BadInputError:
-    """Return the refusal of a file, with its first line that is not UTF-8."""
     offset = 0
     with _opened(source) as file:
         for number, line in enumerate(iter(lambda: file.readline(PIECE), b""), 1):
@@ -246,19 +244,21 @@ def _parquet_rows(path: str, source: str) -> Iterator[Row]:
     import pyarrow as pa  # here: few runs need them
     import pyarrow.parquet as pq
 
-    file, size, read, features = pq.ParquetFile(path), os.path.getsize(path), 0, None
+    file, size, read = pq.ParquetFile(path), os.path.getsize(path), 0
     if file.metadata.num_rows > size:
         raise _is_bomb(source)
-    if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
-        from datasets import Features
-
-        features = Features.from_arrow_schema(file.schema_arrow)
+    metadata = file.schema_arrow.metadata or {}
     for batch in file.iter_batches(BATCH_ROWS):
         read += batch.nbytes
         if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
             raise _is_bomb(source)
-        table = pa.Table.from_batches([batch])
-        yield from _named([table], features) if features else map(as_written, table.to_pylist())
+        table = pa.Table.from_batches([batch]).replace_schema_metadata(metadata)
+        if b"huggingface" in metadata:  # `datasets` has written how to read its columns
+            from datasets import Dataset  # here, as above
+
+            yield from with_names(Dataset(table, fingerprint="rows"))
+        else:
+            yield from map(as_written, table.to_pylist())
 
 
 def with_names(rows: Any) -> Iterator[Row]:
@@ -266,20 +266,14 @@ def with_names(rows: Any) -> Iterator[Row]:
 
     Pictures and the like come as they are stored, and are not decoded.
     """
-    return _named([rows.data], rows.features)
-
-
-def _named(tables: Iterable[Any], features: Any) -> Iterator[Row]:
     from datasets import Dataset, Features  # here, as above
 
-    stored_so = Features({column: _undecoded(feature) for column, feature in features.items()})
-    metadata = stored_so.arrow_schema.metadata
-    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
-    for table in tables:
-        for row in Dataset(table.replace_schema_metadata(metadata), fingerprint="rows"):
-            numbers = {column: row[column] for column in classes}
-            names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
-            yield as_written({**row, **names})
+    stored_so = Features({column: _undecoded(feature) for column, feature in rows.features.items()})
+    classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
+    for row in Dataset(rows.data.replace_schema_metadata(stored_so.arrow_schema.metadata), fingerprint="rows"):
+        numbers = {column: row[column] for column in classes}
+        names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
+        yield as_written({**row, **names})
 
 
 def _undecoded(feature: Any) -> Any:

@@ -46,7 +46,6 @@ class Format:
     messages: Callable[[Row], object] | None
 
     def __str__(self) -> str:
-        """Return the name with the columns unless it is theirs, for a printed line."""
         return self.name if self.needs == (self.name,) else f"{self.name} ({', '.join(self.needs)})"
 
     def convert(self, row: Row, where: str) -> Row:

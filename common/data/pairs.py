@@ -69,7 +69,6 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
 
 
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
-    """Return the messages of the prompt, and both answers."""
     missing = [name for name in ANSWERS if name not in row]
     if missing:
         raise BadInputError(

@@ -113,7 +113,6 @@ def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
-    """Return the rows of each split of a file or folder, with what they are read from."""
     if run.dataset_revision:
         raise BadInputError(f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub.")
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
@@ -129,7 +128,6 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
 
 
 def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
-    """Yield the rows of files of one split, one file after another."""
     for file in files:
         splits = splits_of_file(file, kind.holds)
         if len(splits) > 1:
@@ -140,7 +138,6 @@ def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
 
 
 def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
-    """Return the rows of each split of a dataset of the Hub, with its name."""
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:

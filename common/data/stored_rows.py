@@ -47,7 +47,6 @@ def _bytes_of(row: dict[str, Any]) -> int:
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
-    """Write rows into the cache of `datasets`, and return them from there."""
     from datasets import config  # here: it takes two seconds to import
     from datasets.exceptions import DatasetGenerationError
 
