@@ -32,13 +32,7 @@ class _TooSlow(BaseException):
 
 @contextmanager
 def in_time(what: str) -> Iterator[None]:
-    """Refuse a chat template that computes for more than `RENDERING_S` seconds; only a main thread can be interrupted.
-
-    This process's computing counts: it may be suspended, or wait for the machine's others.
-
-    Raises:
-        BadInputError: with `what` it was to write.
-    """
+    """Refuse a chat template that computes for more than `RENDERING_S` seconds; only a main thread is interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,11 +55,7 @@ def in_time(what: str) -> Iterator[None]:
 
 
 def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
-    """Refuse chat templates of which none is for rows without tools, or that are no texts.
-
-    Raises:
-        BadInputError: with their names, or what stands in a template's place.
-    """
+    """Refuse chat templates of which none is for rows without tools, or that are no texts."""
     templates = tokenizer.chat_template
     has_default = not isinstance(templates, dict) or DEFAULT in templates
     if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
@@ -98,11 +88,7 @@ class AnswerEnd:
 
 
 def answer_end(tokenizer: Tokenizer, template: str) -> AnswerEnd | None:
-    """Return what a template writes after an answer; None where it does not write a plain conversation.
-
-    Raises:
-        BadInputError: it computes without end.
-    """
+    """Return what a template writes after an answer; None where it does not write a plain conversation."""
     has_parts = hasattr(tokenizer, "processor")
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
@@ -169,11 +155,7 @@ class Stops:
 
 
 def stops_of(tokenizer: Tokenizer, known: int | Sequence[int] | None = None) -> Stops:
-    """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config.
-
-    Raises:
-        BadInputError: a template computes without end.
-    """
+    """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config."""
     ends = answer_ends(tokenizer)
     of_config = [known] if isinstance(known, int) else known or []
     ids = (tokenizer.eos_token_id, *(end.token_id for end in ends), *of_config)
@@ -189,13 +171,10 @@ def saved_stops(folder: Path, tokenizer: Tokenizer) -> Stops:
 
 
 def save_stops(folder: Path, tokenizer: Tokenizer, base: "GenerationConfig | None" = None) -> None:
-    """Write the tokens that generation stops at into a folder's generation config, or a copy of the `base`'s.
-
-    Texts are left out: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
-    """
+    """Write the tokens that generation stops at into a folder's generation config, or a copy of the `base`'s."""
     settings = _saved_settings(folder) or (json.loads(base.to_json_string()) if base else {})
     ids = list(stops_of(tokenizer, settings.get("eos_token_id")).token_ids)
-    settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None
+    settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None  # with texts `generate` wants a tokenizer
     written = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # as Transformers writes it
     (folder / GENERATION_CONFIG_NAME).write_text(written, encoding="utf-8")
 

@@ -21,10 +21,7 @@ Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
 def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
-    """Return the shape of the largest batch that can come up: the longest rows, padded, or in training end to end.
-
-    Of rows end to end lengths and labels are means, rounded up.
-    """
+    """Return the shape of the largest batch that can come up; of rows end to end with mean lengths, rounded up."""
     longest = heapq.nlargest(batch_size, rows, key=tokens_in)
     if is_training and run.is_padding_free:
         tokens, learnt = sum(map(tokens_in, longest)), sum(map(labels_in, longest))
@@ -64,10 +61,7 @@ def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def lay_end_to_end(rows: list[Tokens]) -> dict[str, Any]:
-    """Collate rows into one of all their tokens, with positions and borders for attention, and nothing padded.
-
-    No row's first token has a label, so that none is predicted from the row before.
-    """
+    """Collate rows into one, with positions and borders for attention, and no label on a row's first token."""
     numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
     return {**_FLATTEN(rows), **numbers}
 

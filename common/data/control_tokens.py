@@ -48,11 +48,7 @@ def _texts_in(value: object) -> Iterator[str]:
 
 
 def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: Tokenizer, run: RunConfig) -> None:
-    """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says.
-
-    Raises:
-        BadInputError: with the first token and its row; also where the tokenizer cannot encode it as text.
-    """
+    """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says."""
     pattern, total, count = control_tokens(tokenizer), 0, 0
     first_of: dict[str, Row] = {}
     for rows in splits:
@@ -86,10 +82,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: Tokenizer, 
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return messages or tools with their control tokens marked, for `encode_marked_chat`.
-
-    Also in keys, which Transformers leaves out: arguments of a call may have any name.
-    """
+    """Return messages or tools, keys included, with their control tokens marked, for `encode_marked_chat`."""
     if isinstance(value, dict):
         return {marked(key, pattern): marked(each, pattern) for key, each in value.items()}
     if isinstance(value, list):

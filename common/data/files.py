@@ -91,11 +91,8 @@ def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
 def splits_of_file(source: str, holds: str) -> dict[str, Found]:
     """Return what each row of a file holds, and where it stands, by split: `train` alone, but for some JSON.
 
-    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON).
-
-    Args:
-        source: A path or URL, with a suffix that is read.
-        holds: What should stand in the file, for the refusal of one that is missing.
+    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON). `holds`:
+    what should stand in it.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
         raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
@@ -111,10 +108,7 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
 
 
 def lines_of(source: str, holds: str) -> Iterator[str]:
-    """Yield the lines of a text file with their ends; refuse one that seems to have none, or another encoding.
-
-    That is UTF-8, or UTF-16 and UTF-32 with their marks.
-    """
+    """Yield the lines of a text file with their ends; it is UTF-8, or UTF-16 or UTF-32 with their marks."""
     packed_bytes = sys.maxsize if is_url(source) or not suffixes_of(source)[1] else os.path.getsize(source)
     with _refusing(source, holds), _opened(source) as file:
         begin = file.peek(BEGIN_BYTES)[:BEGIN_BYTES]
@@ -262,10 +256,7 @@ def _parquet_rows(path: str, source: str) -> Iterator[Row]:
 
 
 def with_names(rows: Any) -> Iterator[Row]:
-    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty.
-
-    Pictures and the like come as they are stored, and are not decoded.
-    """
+    """Yield the rows of a dataset, with names for numbers of classes, and pictures and the like as they are stored."""
     from datasets import Dataset, Features  # here, as above
 
     stored_so = Features({column: _undecoded(feature) for column, feature in rows.features.items()})

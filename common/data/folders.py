@@ -24,10 +24,7 @@ FORBIDDEN = (401, 403)  # so many stores answer for what they do not have
 
 
 def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the files below a folder of this machine or behind a URL, by their paths from there; hidden ones not.
-
-    Where HTTP lists nothing, files that are called by a split alone are asked for.
-    """
+    """Return the files below a folder, by their paths from there; by HTTP those called by a split alone are asked for."""
     with reading(f"The folder {folder}", "Correct --data, or pass the file of training rows itself."):
         if is_http(folder):
             names = _names_asked_for(folder, suffixes)
@@ -75,8 +72,8 @@ def _is_there(system: fsspec.AbstractFileSystem, url: str) -> bool:
 def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[str]]:
     """Return the paths or URLs of the files of each split, with the splits as the folder calls them.
 
-    A folder that `save_to_disk` wrote, or with the card of a dataset of the Hub, says itself which they are. `config`:
-    the configuration of a card; empty = its default, or the only one.
+    What `save_to_disk` wrote, and the card of a dataset of the Hub, say which they are; the latter by its `config`,
+    empty = its default, or the only one.
     """
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)

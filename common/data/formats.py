@@ -1,7 +1,4 @@
-"""Formats of rows that hold a conversation or plain text: each is recognised by its columns.
-
-A conversation is turned into `messages`; plain text stays as it is.
-"""
+"""Formats of rows: each is recognised by its columns, and turned into `messages`, or is plain text."""
 
 import math
 import re
@@ -36,10 +33,7 @@ KEPT = ("facts", "tools")  # columns of conversations that are used besides `id`
 
 @dataclass(frozen=True)
 class Format:
-    """A format by the columns that every row has, in lower case; other columns are left out.
-
-    `messages` returns a row's conversation, in which `normalised` renames; None: the row is plain text.
-    """
+    """A format by its columns in lower case; `messages` returns a row's conversation, and is None for plain text."""
 
     name: str
     needs: tuple[str, ...]
@@ -112,10 +106,7 @@ def filled_columns(row: object, place: str, expected: str) -> tuple[Row, str]:
 
 
 def with_lists(row: Row, where: str) -> Row:
-    """Return a row with lists of messages where columns have them as texts: JSON, or as Python writes them.
-
-    A text that begins as such a list does, and is none, is refused.
-    """
+    """Return a row with lists of messages where columns have them as texts: JSON, or as Python writes them."""
     return {name: _list_in(value, name, where) for name, value in row.items()}
 
 
@@ -158,10 +149,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
-    """Return the format of a file with these columns; the settings `prompt_column` and `completion_column` come first.
-
-    Refuse columns of which none is known, and settings that name none.
-    """
+    """Return the format of a file with these columns, if `prompt_column` and `completion_column` do not say it."""
     there = [str(name).lower() for name in columns]
     listed = ", ".join(map(str, columns)) or "none"
     asked = {key: getattr(run, key) for key in ("prompt_column", "completion_column")}

@@ -84,10 +84,7 @@ def _check_text(row: Row, where: str) -> Row:
 
 
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
-    """Return a row of messages, its facts and tools as lists, if it ends with an answer or a call.
-
-    `train_on`: what is learnt of the row, but for messages whose weight is 0; they must leave something.
-    """
+    """Return a row with calls, facts and tools as lists, if it ends with an answer, and leaves something to learn."""
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
         if not isinstance(message["content"], str):
@@ -147,10 +144,7 @@ def answer_of(row: Row) -> str:
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
-
-    Refused are more of these than `max_truncated_fraction` of all, and rows that the chat template cannot write.
-    """
+    """Return every row as tokens; rows without a token to learn from within `max_length` are left out."""
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
     return tokens_to_learn(rows, tokenizer, run, lambda batch: encode(batch, tokenizer, run.train_on))
@@ -166,7 +160,7 @@ def tokens_to_learn(
 ) -> Sequence[Tokens]:
     """Return rows as tokens by `encode_rows`, cut to `max_length`, without those of which `is_learnt` is then false.
 
-    `lacking`: what these do not have, in words. Too many of them are refused, and cut answers if `long_texts` says so.
+    `lacking`: what these do not have, in words.
     """
     without: list[Row] = []
     cut: list[Row] = []

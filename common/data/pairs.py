@@ -48,10 +48,7 @@ def row_kind(run: RunConfig) -> RowKind:
 
 
 def check_pairs(found: Found, source: str) -> Iterator[Row]:
-    """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them.
-
-    Refuse a row that lacks an answer, or whose answers are the same, or not to the same prompt.
-    """
+    """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them."""
     for row, place in found:
         filled, where = filled_columns(row, place, f"the columns {COLUMNS}")
         row = {str(name).lower(): value for name, value in filled.items()}
@@ -93,10 +90,7 @@ def _messages(value: object, role: str, where: str) -> list[Message]:
 
 
 def tokenize_pairs(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
-    """Return every pair as tokens; `exchange_answers` learns the rejected ones.
-
-    Pairs that do not differ within `max_length`, or have no answer there, are left out.
-    """
+    """Return every pair that differs within `max_length` as tokens; `exchange_answers` learns the rejected answers."""
 
     def encoded(batch: list[Row]) -> list[Tokens]:
         return encode_pairs([exchanged(row) for row in batch] if run.exchange_answers else batch, tokenizer)
@@ -111,10 +105,7 @@ def exchanged(row: Row) -> Row:
 
 
 def encode_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Tokens]:
-    """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token.
-
-    Refuse a prompt that the chat template writes in another way before another answer.
-    """
+    """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token."""
     chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
     for row, one, other in zip(rows, chosen, rejected, strict=True):
         prompt = prompt_length(one)

@@ -70,10 +70,7 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
 
 
 def check_picture(reference: str, where: str) -> tuple[str, bool]:
-    """Return a digest of a picture's file, and whether it is transparent in places.
-
-    Refuse what is no picture, is damaged, too large, or not of 8 bits.
-    """
+    """Return a digest of a picture's file, and whether it is transparent in places; refuse what cannot be learnt."""
     with _opened(reference, where) as picture:
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
             raise BadInputError(
@@ -194,10 +191,7 @@ def picture_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
 
 
 def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
-    """Return the tokens that the processor makes of a picture of so many pixels: width and height.
-
-    It is asked once for each number of rows and columns of tiles, on which they depend.
-    """
+    """Return the tokens of a picture of so many pixels; the processor is asked once for each number of tiles."""
     count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
     what, remedy = f"The processor of {processor.tokenizer.name_or_path}", "Correct it, or pass another --model."
     with reading(what, remedy):

@@ -19,10 +19,10 @@ ENOUGH_STEPS = 100  # below, a new user's rows have probably not been learnt yet
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
-    """Return the rows if each has an id of its own in its split; training rows that are test rows may be left out.
+    """Refuse ids that stand twice; return the rows, if asked for without training rows that are test rows.
 
-    Where test rows were taken from the training rows, or are texts with a label or summary, of which public datasets
-    have some twice, a warning is printed instead of a refusal.
+    Of test rows taken from the training rows, or with a label or summary, of which public datasets have some twice,
+    a warning is printed.
     """
     for rows in (splits.train, splits.validation, splits.test):
         check_ids(rows)

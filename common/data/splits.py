@@ -41,9 +41,6 @@ def load_splits(run: RunConfig) -> Splits:
     A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
     or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
     What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
-
-    Raises:
-        BadInputError: a source, file or row is missing or malformed; names file and line.
     """
     files, place = [], _place_here(run.data)
     if place is not None:
@@ -178,10 +175,9 @@ def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
 
 
 def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable[[Row], str] | None = None) -> Splits:
-    """Return `splits` with training rows held out for each of validation and test that is missing.
+    """Return `splits` with the same tenth of the training rows, each time, held out for each split that is missing.
 
-    They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time. Rows for which `belongs_to` returns
-    the same come into one split. Of rows with labels each label is held out alike, and one row of it stays.
+    Rows for which `belongs_to` returns the same come into one. Labels are held out alike, and one row of each stays.
     """
     rows, others = splits["train"], dict(splits)
     missing = [name for name in SPLIT_NAMES if name not in splits]
@@ -237,10 +233,7 @@ def tokens_of(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequ
 
 
 def tokenized(splits: Splits, tokenizer: Tokenizer, run: RunConfig) -> Splits:
-    """Return training and validation rows as tokens; those that are tokens already stay as they are.
-
-    Rows that are validated without answers come longest first, so that their batches have little padding.
-    """
+    """Return training and validation rows as tokens, unless they are; by loss alone the longest are validated first."""
     if "input_ids" in splits.train[0]:
         return splits
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))

@@ -90,10 +90,7 @@ def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[
 
 
 class RowsOnDisk(Sequence[dict[str, Any]]):
-    """Rows in one column `row`, read from disk when asked for.
-
-    Processes that are started by `spawn` cannot take them, as their file is gone; those that are forked can.
-    """
+    """Rows in one column `row`, read from disk when asked for; processes started by `spawn` cannot take them."""
 
     def __init__(self, mapped: "Dataset") -> None:
         self._mapped = mapped

@@ -29,13 +29,9 @@ HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half 
 
 
 def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
-    """Yield the rows of a CSV file, which begins with the names of the columns, and where each stands.
+    """Yield the rows of a CSV file, without the empty ones and empty columns without a name, and where each stands.
 
-    What spreadsheets add is left out: empty rows, and empty columns without a name (pandas' index may be filled).
-
-    Args:
-        lines: With their ends.
-        delimiter: Empty = the one of the line `sep=`, or that fits the first lines best.
+    `delimiter`: empty = the one of the line `sep=`, or that fits the first lines best.
     """
     csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
     head, number = first_lines(lines), 0
@@ -93,10 +89,9 @@ def _is_padded(sample: list[str], delimiter: str) -> bool:
 
 
 def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
-    """Return the rows of a JSON or JSONL file by split, and where each stands; without splits all are `train`.
+    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`.
 
-    JSON is read at once, and may be a list of rows, a row, an object that holds rows, by the names of splits or by
-    another, or a table as pandas writes it. JSONL is read line by line.
+    JSON is read at once, and may be a list of rows, a row, an object that holds rows by any name, or pandas' table.
     """
     head = first_lines(lines)
     first = head[-1].strip() if head else ""

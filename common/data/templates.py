@@ -32,10 +32,7 @@ REMEDY = "remove such rows, or pass a --model whose template takes them."
 
 
 def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
-    """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end.
-
-    Refuse one that has no end token either, and templates that cannot be used.
-    """
+    """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end."""
     if tokenizer.chat_template is not None:
         check_named_templates(tokenizer, model)
         return say_ends(tokenizer, model)
@@ -57,11 +54,7 @@ def begins_by_itself(tokenizer: Tokenizer) -> bool:
 
 
 def training_template(tokenizer: Tokenizer, template: str) -> str | None:
-    """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None.
-
-    Raises:
-        BadInputError: it computes without end.
-    """
+    """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None."""
     if re.search(r"{%-?\s*generation", template):
         return template
     from trl.chat_template_utils import get_training_chat_template  # here: it imports datasets, which takes 2 seconds
@@ -83,8 +76,7 @@ def prompt_ids(rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[int]]:
 def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]:
     """Return whole rows as tokens, with labels on what `train_on` names (common/base/settings.py).
 
-    The answers are those that the template marks. Where neither it nor TRL's version of it does, they are what a row's
-    answers add to the tokens of the turns before them.
+    Answers are what the template, or TRL's version of it, marks; else what they add to the tokens of the turns before.
     """
     if "picture" in rows[0]:
         encoded = _encode_by_turns(rows, tokenizer, train_on)
@@ -183,11 +175,7 @@ def _ids(
 
 
 def _applied(rows: list[Row], tokenizer: Tokenizer, as_text: re.Pattern[str] | None = None, **settings: Any) -> Any:
-    """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them.
-
-    Raises:
-        BadInputError: a row cannot be written or encoded; with where it stands.
-    """
+    """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them."""
     places = " to ".join(dict.fromkeys(place_of(row) for row in (rows[0], rows[-1])))
     messages, tools = [_messages(row, tokenizer) for row in rows], rows[0].get("tools")
     if as_text:
@@ -237,11 +225,7 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
 
 
 def check_template(row: Row, turns: tuple[str, ...], tokenizer: Tokenizer) -> None:
-    """Refuse a template that cannot write the turns of a row in time, or drops one.
-
-    Raises:
-        BadInputError: with where the row stands and its turns, or the message that is dropped.
-    """
+    """Refuse a template that cannot write the turns of a row in time, or drops one."""
     template = f"chat template of {tokenizer.name_or_path}"
     what = f"{place_of(row)}, with the turns {', '.join(turns)} as the {template} writes them,"
     with in_time(what), reading(what, REMEDY, "written"):  # such as an unknown role, a second system message

@@ -64,10 +64,7 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
-    """Yield the rows with their `columns` by key, and say how many have an empty one and are left out.
-
-    Refuse a row that lacks a column, or has an empty one that must not be.
-    """
+    """Yield the rows with their `columns` by key, and refuse those with an empty one, or say how many are left out."""
     empty: dict[str, list[str]] = {key: [] for key in columns}
     count = left_out = 0
     for row, where in found:
@@ -104,10 +101,7 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
 
 
 def with_classes(splits: Splits) -> Splits:
-    """Return the rows with the number of their class: labels of the training rows, in their natural order.
-
-    Labels that differ in their form alone are said; refused are one class, and a label that no training row has.
-    """
+    """Return the rows with the number of their class: labels of the training rows, in their natural order."""
     classes = {label: number for number, label in enumerate(label_names(splits))}
     if len(classes) < 2:
         raise BadInputError(
@@ -187,10 +181,7 @@ def say_balance(splits: Splits) -> str:
 
 
 def tokenize_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text as tokens, with the tokenizer's own special ones; its label is its class, or its summary's.
-
-    A summary that is cut at `max_target_length` has no end token. `long_texts` may refuse to cut.
-    """
+    """Return every text as tokens with special ones, and its class or summary; a cut summary has no end token."""
     for key, setting in LIMITS.items() if run.long_texts == "refuse" else ():
         if long := _too_long(rows, key, tokenizer, run):
             what = "texts" if key == "text" else "summaries"

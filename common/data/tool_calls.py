@@ -34,10 +34,7 @@ def from_text(value: object) -> object:
 
 
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message whose `tool_calls` are a list of calls with a name and an object of arguments, or are left out.
-
-    OpenAI's interface has the arguments as a JSON text; a call without any has an empty object.
-    """
+    """Return a message whose `tool_calls` are a list of calls with names and objects of arguments, or are left out."""
     calls = from_text(message.get("tool_calls") or None)
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
@@ -107,10 +104,9 @@ def _declared(tool: object) -> object:
 
 
 def as_written(row: Row) -> Row:
-    """Return a row of Arrow without what only other rows have, in calls of tools and in their declarations.
+    """Return a row of Arrow without the nulls that stand for other rows' keys, in calls of tools and in declarations.
 
-    Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
-    a tool of the row allows null for it; a text that holds JSON has its own keys alone.
+    An argument that is null stays where a tool of the row allows null for it; JSON in a text has its own keys alone.
     """
     tools = _without_nulls(row.get("tools"), is_inside=True)
     nullable = set(_nullable(tools))
