@@ -24,7 +24,7 @@ FORBIDDEN = (401, 403)  # so many stores answer for what they do not have
 
 
 def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the files below a folder, by their paths from there; by HTTP those called by a split alone are asked for."""
+    """Return the files below a folder, by their paths from there; by HTTP only those called by a split are found."""
     with reading(f"The folder {folder}", "Correct --data, or pass the file of training rows itself."):
         if is_http(folder):
             names = _names_asked_for(folder, suffixes)

@@ -203,9 +203,6 @@ def tokens_to_learn(
     return tokenized
 
 
-# -- plain text
-
-
 def tokenize_plain(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt."""
     if run.train_on not in ("assistant", "all"):

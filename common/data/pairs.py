@@ -44,9 +44,6 @@ def row_kind(run: RunConfig) -> RowKind:
     )
 
 
-# -- what is read
-
-
 def check_pairs(found: Found, source: str) -> Iterator[Row]:
     """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them."""
     for row, place in found:
@@ -84,9 +81,6 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
 
 def _messages(value: object, role: str, where: str) -> list[Message]:
     return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
-
-
-# -- tokens
 
 
 def tokenize_pairs(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:

@@ -137,9 +137,6 @@ def _opened(reference: str, where: str) -> Iterator[Image.Image]:
         raise BadInputError(f"{what} that {said} ({begin_of(error)}): replace it by {', '.join(FORMATS)}.") from None
 
 
-# -- as numbers
-
-
 def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:
     """Return the inputs of the vision tower: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
 
@@ -158,9 +155,6 @@ def with_noise(picture: Image.Image, noise: float) -> Image.Image:
     values = np.asarray(picture, dtype=np.float32)
     noisy = values + 255 * noise * numbers.standard_normal(values.shape, dtype=np.float32)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-
-
-# -- as tokens
 
 
 def with_part(row: Row) -> list[dict[str, Any]]:

@@ -25,9 +25,6 @@ DECODER, SPACES = json.JSONDecoder(), re.compile(r"\s*")
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half of an emoji
 
 
-# -- CSV
-
-
 def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
     """Yield the rows of a CSV file, without the empty ones and empty columns without a name, and where each stands.
 
@@ -83,9 +80,6 @@ def _is_padded(sample: list[str], delimiter: str) -> bool:
     names, *rows = [*csv.reader(sample, delimiter=delimiter), []]
     quoted = (cell.startswith(" ") and cell.lstrip().startswith('"') for cells in rows for cell in cells)
     return any(name.startswith(" ") for name in names[1:]) or any(quoted)
-
-
-# -- JSON
 
 
 def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
@@ -241,9 +235,6 @@ def _is_row(value: dict[str, Any], least: int = 1) -> bool:
     names = {name.lower() for name, each in value.items() if not isinstance(each, list | dict)}
     is_known = any(names.issuperset(columns) for columns in COLUMNS if len(columns) >= least)
     return is_known or any(map(are_messages, value.values()))
-
-
-# -- plain text
 
 
 def parse_paragraphs(lines: Iterator[str], source: str) -> Found:

@@ -60,9 +60,6 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
     return replace(padded_shape(longest), labelled=summary, target_length=summary)
 
 
-# -- what is read
-
-
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
     """Yield the rows with their `columns` by key, and refuse those with an empty one, or say how many are left out."""
     empty: dict[str, list[str]] = {key: [] for key in columns}
@@ -95,9 +92,6 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
             )
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
-
-
-# -- labels
 
 
 def with_classes(splits: Splits) -> Splits:
@@ -175,9 +169,6 @@ def say_balance(splits: Splits) -> str:
     listed = ", ".join(said + [f"and {len(counts) - len(said):,} labels more"] * (len(said) < len(counts)))
     sizes = f"{len(splits.train):,} training, {len(splits.validation):,} validation and {len(splits.test):,} test rows"
     return f"{sizes}; {listed}: the largest class has {largest / smallest:.1f} times the rows of the smallest"
-
-
-# -- tokens
 
 
 def tokenize_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:

@@ -30,9 +30,6 @@ def from_text(value: object) -> object:
     return found
 
 
-# -- calls
-
-
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message whose `tool_calls` are a list of calls with names and objects of arguments, or are left out."""
     calls = from_text(message.get("tool_calls") or None)
@@ -73,9 +70,6 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
-# -- declarations
-
-
 def with_tools(row: Row, where: str) -> Row:
     """Return a row with its `tools` as a list of objects, or without any where that is empty; refuse anything else."""
     tools = row.get("tools")
@@ -98,9 +92,6 @@ def _declared(tool: object) -> object:
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": _declared(tool["function"])}
     return {**tool, "parameters": from_text(tool["parameters"])} if "parameters" in tool else tool
-
-
-# -- structs of Arrow
 
 
 def as_written(row: Row) -> Row:
