@@ -1000,8 +1000,8 @@ MODELS_AND_ROWS = (
     Fault(
         "rows on disk come in the order of their file, whichever were asked for",
         "common/data/stored_rows.py",
-        "        return RowsOnDisk(self._mapped.select(numbers))\n",
-        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
+        "    return RowsOnDisk(rows.mapped.select(numbers)) if",
+        "    return RowsOnDisk(rows.mapped.select(sorted(numbers))) if",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(

@@ -46,8 +46,7 @@ def in_time(what: str) -> Iterator[None]:
         yield
     except _TooSlow:
         raise BadInputError(
-            f"{what} was not written within {RENDERING_S} seconds of computing: the chat template has loops in loops; "
-            "correct it, or pass another --model."
+            f"{what} was not written within {RENDERING_S} seconds of computing: correct the template's loops in loops."
         ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

@@ -164,10 +164,7 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
         parts.append(piece)
         read += len(piece)
         if len(parts) * PIECE > LONGEST_LINE:
-            raise BadInputError(
-                f"{source}, line {number + 1} has more than {LONGEST_LINE:,} characters: give each row a line of its "
-                "own, as .jsonl."
-            )
+            raise BadInputError(f"{source}, line {number + 1} has more than {LONGEST_LINE:,} characters: divide it.")
         if read > most_characters or number > most_lines:
             raise _is_bomb(source)
         if len(piece) < PIECE or piece.endswith("\n"):

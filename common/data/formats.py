@@ -107,19 +107,19 @@ def filled_columns(row: object, place: str, expected: str) -> tuple[Row, str]:
 
 def with_lists(row: Row, where: str) -> Row:
     """Return a row with lists of messages where columns have them as texts: JSON, or as Python writes them."""
-    return {name: _list_in(value, name, where) for name, value in row.items()}
-
-
-def _list_in(value: object, name: object, where: str) -> object:
-    if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
-        return value
-    found = from_text(value)
-    if found is value and MESSAGES_BEGIN.match(value):
-        raise BadInputError(
-            f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
-            "table as .jsonl or .parquet."
-        )
-    return found if are_messages(found) else value
+    read = dict(row)
+    for name, value in row.items():
+        if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
+            continue
+        found = from_text(value)
+        if are_messages(found):
+            read[name] = found
+        elif found is value and MESSAGES_BEGIN.match(value):
+            raise BadInputError(
+                f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
+                "table as .jsonl or .parquet."
+            )
+    return read
 
 
 FORMATS = (
@@ -164,19 +164,16 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     for names, task in ELSEWHERE.items():
         if set(names) <= set(there) and "messages" not in there:
             raise BadInputError(f"{source} has the columns {listed}: these are {task}.")
-    found = next((each for each in FORMATS if set(each.needs) <= set(there)), None)
-    if found is None and len(columns) == 1:
-        raise BadInputError(
-            f"{source} has the column {listed} alone: there is no column of answers; add one, or call the column text "
-            "to learn its texts whole."
-        )
-    if found is None:
-        raise BadInputError(
-            f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
-            "instruction and output, prompt and completion, question and answer, text): name two of them with "
-            "--prompt_column and --completion_column."
-        )
-    return found
+    for each in FORMATS:
+        if set(each.needs) <= set(there):
+            return each
+    if len(columns) == 1:
+        raise BadInputError(f"{source} has the column {listed} alone: there is no column of answers; or call it text.")
+    raise BadInputError(
+        f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
+        "instruction and output, prompt and completion, question and answer, text): name two of them with "
+        "--prompt_column and --completion_column."
+    )
 
 
 def refuse_pictures(row: Row, where: str) -> None:
@@ -201,9 +198,7 @@ def _is_picture(value: object) -> bool:
 def normalised(messages: object, where: str) -> list[Message]:
     """Return messages with `role` and `content`, whatever they were called; refuse what are none."""
     if not isinstance(messages, list) or not messages:
-        raise BadInputError(
-            f"{where} has no list of messages, but {begin_of(messages)!r}: give it a question and its answer."
-        )
+        raise BadInputError(f"{where} has no list of messages, but {begin_of(messages)!r}: give it such a list.")
     return [_normalised(message, where) for message in messages]
 
 
@@ -215,8 +210,7 @@ def _normalised(message: object, where: str) -> Message:
     odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
     if odd:
         raise BadInputError(
-            f"{where} has a message with {begin_of(weights[odd])!r} as its {odd!r}, which is 0 where a message is not "
-            "learnt, and else 1: correct or remove it."
+            f"{where} has a message with {begin_of(weights[odd])!r} as its {odd!r}: the weight is 0 or 1; correct it."
         )
     if 0 in weights.values():
         kept["weight"] = 0
@@ -243,8 +237,7 @@ def _joined(content: object, where: str) -> object:
     other = next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None)
     if other:
         raise BadInputError(
-            f"{where} has a message with a part of the type {other!r}, but only texts are learnt here: take the part "
-            "out, or leave the row out."
+            f"{where} has a message with a part of the type {other!r}, but only texts are learnt here: take it out."
         )
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

@@ -65,9 +65,9 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
     missing = [name for name in ANSWERS if name not in row]
     if missing:
+        there = ", ".join(map(str, row)) or "none"
         raise BadInputError(
-            f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}): preferences have the "
-            f"columns {COLUMNS}; add it."
+            f"{where} has no {missing[0]!r} (its columns: {there}): preferences have {COLUMNS}; add it."
         )
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:

@@ -50,33 +50,24 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
         raise BadInputError(f"{where} has {begin_of(picture)!r} for a picture: give it the path of a file.")
     if picture.startswith("data:image/"):
         return picture
+    why = ""
     if folder is None or is_url(picture):
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, but only paths beside a data file here are read: download "
-            "the pictures, or pass a dataset that holds them."
-        )
-    file = folder / picture
-    if not os.path.isfile(file):  # nor is a text that is no path, such as base64 without its head
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}, where its path begins: "
-            "correct it."
-        )
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, which is not in {folder}, the data file's folder: copy it "
-            "there."
-        )
-    return str(file)
+        why = "but only paths beside a data file here are read: download it, or pass a dataset that holds it"
+    elif not os.path.isfile(folder / picture):  # nor is a text that is no path, such as base64 without its head
+        why = f"which does not exist in {folder}, where its path begins: correct it"
+    elif not (folder / picture).resolve().is_relative_to(folder.resolve()):
+        why = f"which is not in {folder}, the data file's folder: copy it there"
+    if why:
+        raise BadInputError(f"{where} names the picture {begin_of(picture)}, {why}.")
+    return str(folder / picture)
 
 
 def check_picture(reference: str, where: str) -> tuple[str, bool]:
     """Return a digest of a picture's file, and whether it is transparent in places; refuse what cannot be learnt."""
     with _opened(reference, where) as picture:
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
-            raise BadInputError(
-                f"{where} has a picture, {_name_of(reference)}, in mode {picture.mode}, which is not of 8 bits: "
-                "convert it to RGB."
-            )
+            name = _name_of(reference)
+            raise BadInputError(f"{where} has a picture, {name}, in mode {picture.mode}: convert it to RGB of 8 bits.")
         is_transparent = _is_transparent(picture)
         picture.draft("RGB", (64, 64))  # a JPEG is decoded at an eighth of its size: that finds what is missing
         picture.load()

@@ -94,9 +94,8 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
         if found:
             chosen[split] = found
         elif split == "train" or is_asked_for:
-            raise BadInputError(
-                f"{source} has no split {name!r} (there are: {', '.join(there)}): pass another --{setting}."
-            )
+            listed = ", ".join(there)
+            raise BadInputError(f"{source} has no split {name!r} (there are: {listed}): pass another --{setting}.")
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
     return chosen
@@ -128,9 +127,7 @@ def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
     for file in files:
         splits = splits_of_file(file, kind.holds)
         if len(splits) > 1:
-            raise BadInputError(
-                f"{file} holds {', '.join(splits)}, but is one split of its folder: pass the file itself."
-            )
+            raise BadInputError(f"{file} holds {', '.join(splits)}, but is one split of its folder: pass it itself.")
         yield from next(iter(splits.values()))
 
 

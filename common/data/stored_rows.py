@@ -93,28 +93,22 @@ class RowsOnDisk(Sequence[dict[str, Any]]):
     """Rows in one column `row`, read from disk when asked for; processes started by `spawn` cannot take them."""
 
     def __init__(self, mapped: "Dataset") -> None:
-        self._mapped = mapped
+        self.mapped = mapped
 
     def __len__(self) -> int:
-        return len(self._mapped)
+        return len(self.mapped)
 
     def __getitem__(self, place: int | slice) -> "dict[str, Any] | RowsOnDisk":
-        if isinstance(place, slice):
-            return self.taken(range(len(self))[place])
-        return self._mapped[place]["row"]
+        return take(self, range(len(self))[place]) if isinstance(place, slice) else self.mapped[place]["row"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self), BATCH_ROWS):
-            yield from self._mapped[start : start + BATCH_ROWS]["row"]
-
-    def taken(self, numbers: Sequence[int]) -> "RowsOnDisk":
-        """Return the rows of these numbers, in this order."""
-        return RowsOnDisk(self._mapped.select(numbers))
+            yield from self.mapped[start : start + BATCH_ROWS]["row"]
 
 
 def take(rows: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Sequence[dict[str, Any]]:
     """Return the rows of these numbers, in this order: in memory if `rows` are, else on disk."""
-    return rows.taken(numbers) if isinstance(rows, RowsOnDisk) else [rows[number] for number in numbers]
+    return RowsOnDisk(rows.mapped.select(numbers)) if isinstance(rows, RowsOnDisk) else [rows[n] for n in numbers]
 
 
 def batches_of(rows: Sequence[dict[str, Any]], title: str) -> Iterator[list[dict[str, Any]]]:

@@ -38,8 +38,7 @@ def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
         return say_ends(tokenizer, model)
     if tokenizer.eos_token is None:
         raise BadInputError(
-            f"The tokenizer of {model} has neither a chat template nor an end token: give it one, or pass another "
-            "--model."
+            f"The tokenizer of {model} has neither a chat template nor an end token: pass another --model."
         )
     tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (

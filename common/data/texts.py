@@ -88,9 +88,8 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"pass --{key}_column with another name."
             )
         if isinstance(row[name], list | dict):
-            raise BadInputError(
-                f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
-            )
+            found = begin_of(row[name], 40)
+            raise BadInputError(f"{where} has {found!r} as {name!r}, but should have a text: correct it.")
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
 
 

@@ -39,7 +39,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
     if message["role"] != "assistant":
         raise BadInputError(
-            f"{where} has `tool_calls` in a message of the role {message['role']!r}, not of an assistant."
+            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls."
         )
     return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
 
