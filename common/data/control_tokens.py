@@ -4,7 +4,8 @@ An added token that is no special one (`<think>`, `<tool_call>`) stays a token: 
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -47,17 +48,15 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: Tokenizer, run: RunConfig) -> None:
+def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, run: RunConfig) -> None:
     """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says."""
-    pattern, total, count = control_tokens(tokenizer), 0, 0
+    pattern, count, total = control_tokens(tokenizer), 0, sum(map(len, splits))
     first_of: dict[str, Row] = {}
-    for rows in splits:
-        total += len(rows)
-        for row in rows:
-            token = control_token_in(row, pattern)
-            if token:
-                count += 1
-                first_of.setdefault(token, row)
+    for row in chain.from_iterable(splits):
+        token = control_token_in(row, pattern)
+        if token:
+            count += 1
+            first_of.setdefault(token, row)
     if not first_of:
         return
     token, first = next(iter(first_of.items()))

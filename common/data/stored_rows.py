@@ -5,7 +5,6 @@ A file is deleted as soon as it is mapped: it goes with the process that reads i
 
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -47,42 +46,24 @@ def _bytes_of(row: dict[str, Any]) -> int:
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
-    from datasets import config  # here: it takes two seconds to import
-    from datasets.exceptions import DatasetGenerationError
+    from datasets import Dataset, Features, Json, config  # here: it takes two seconds to import
+    from datasets.arrow_writer import ArrowWriter
 
-    cache = Path(config.HF_DATASETS_CACHE)
+    cache, features = Path(config.HF_DATASETS_CACHE), Features({"row": Json()})  # rows of one file may have other keys
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # open files cannot be removed on some network file systems
         with tempfile.TemporaryDirectory(prefix="rows-", dir=cache, ignore_cleanup_errors=True) as folder:
-            return RowsOnDisk(_mapped(rows, folder))
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        if isinstance(cause, OSError):
-            raise BadInputError(
-                f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({cause}): "
-                "make room there, or set HF_DATASETS_CACHE to a folder with more."
-            ) from None
-        raise cause from None  # what is wrong with a row
-
-
-def _mapped(rows: Iterable[dict[str, Any]], folder: str) -> "Dataset":
-    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown."""
-    from datasets import Dataset, Features, Json
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        return Dataset.from_generator(
-            lambda: ({"row": row} for row in rows),
-            features=Features({"row": Json()}),  # rows of one file may have other keys
-            cache_dir=folder,
-            fingerprint=uuid.uuid4().hex,
-        )
-    finally:
-        if not were_disabled:
-            enable_progress_bars()
+            with ArrowWriter(path=f"{folder}/rows.arrow", features=features) as writer:
+                for row in rows:
+                    writer.write(features.encode_example({"row": row}))
+                writer.finalize()
+            return RowsOnDisk(Dataset.from_file(f"{folder}/rows.arrow"))
+    except OSError as error:
+        raise BadInputError(
+            f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({error}): make "
+            "room there, or set HF_DATASETS_CACHE to a folder with more."
+        ) from None
 
 
 def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[Any]:

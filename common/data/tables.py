@@ -95,21 +95,17 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
     if more and more[-1].strip():
         return {"train": parse_lines(chain(head, more, lines), source)}
     content = "".join(chain(head, more, lines))
-    if not content.strip():
-        return {"train": []}
     try:
-        found = _decoded(content, source, _values_in) if goes_on else [_decoded(content, source)]
+        found = _decoded(content, source, _values_in)
     except json.JSONDecodeError as error:
         if not is_list:
             return {"train": parse_lines(content.split("\n"), source)}
         raise BadInputError(
             f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
         ) from None
-    if len(found) > 1:  # as jq writes rows: one after another, in several lines each
+    if len(found) != 1:  # none, or as jq writes rows: one after another, in several lines each
         return {"train": _numbered(found, content, f"{source}, row")}
-    value = found[0]
-    splits = {"train": value} if is_list else _splits_in(value, WRAPPERS)
-    splits = splits or {"train": [value]}
+    splits = {"train": found[0]} if is_list else _splits_in(found[0], WRAPPERS) or {"train": found}
     return {
         split: _numbered(rows, content, f"{source}, row" if len(splits) == 1 else f"{source}, {split} row")
         for split, rows in splits.items()

@@ -72,12 +72,8 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 def with_tools(row: Row, where: str) -> Row:
     """Return a row with its `tools` as a list of objects, or without any where that is empty; refuse anything else."""
-    tools = row.get("tools")
-    if isinstance(tools, str):  # as tables hold them
-        tools = from_text(tools) if tools.strip() else None
-        if isinstance(tools, str):
-            raise BadInputError(f"{where} has `tools` that are no JSON: {begin_of(tools)!r}; correct them.")
-    if tools in (None, []):
+    tools = from_text(row.get("tools"))  # a text, as tables hold them
+    if tools in (None, []) or (isinstance(tools, str) and not tools.strip()):
         return {name: value for name, value in row.items() if name != "tools"}
     tools = [_declared(from_text(tool)) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -189,7 +189,7 @@ def calling(call: object) -> dict[str, Any]:
         (SHAREGPT, spoken_by(None), "has a message of the role .*, but the roles are"),
         # facts and tools
         (CHAT, {**CHAT, "facts": 5}, "has `facts` that are no list of texts"),
-        (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no JSON"),
+        (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no list of objects: add"),
         (CHAT, {**CHAT, "tools": "5"}, "has `tools` that are no list"),
         (CHAT, {**CHAT, "tools": "0"}, "has `tools` that are no list"),
         (CHAT, {**CHAT, "tools": ["add"]}, "has `tools` that are no list"),
@@ -217,8 +217,8 @@ def calling(call: object) -> dict[str, Any]:
         # plain text
         (TEXT, {"text": 5}, "has .* as its `text`, which should be a text"),
         (TEXT, {"text": ["a", "b"]}, "has .* as its `text`, which should be a text"),
-        (TEXT, {"text": ""}, "has .* as its `text`, of which nothing can be learnt"),
-        (TEXT, {"text": " "}, "has .* as its `text`, of which nothing can be learnt"),
+        (TEXT, {"text": ""}, "has '' as its `text`, which should be a text"),
+        (TEXT, {"text": " "}, "has ' ' as its `text`, which should be a text"),
     ],
 )
 def test_a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line(
