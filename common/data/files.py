@@ -84,7 +84,7 @@ def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
     """Return the rows of a file, folder or dataset, of which there must be one; many are kept on disk."""
     rows = stored(kind.check(found, source), f"reading {source}")
     if not rows:
-        raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
+        raise BadInputError(f"The data file {source} is empty: fill it, {kind.holds}.")
     return rows
 
 

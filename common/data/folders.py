@@ -133,9 +133,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
     lacking = next((split for split, files in found.items() if not files), None)
     if lacking:
         listed = ", ".join(patterns[lacking])
-        raise BadInputError(
-            f"The card of {folder} says that {lacking} is {listed}, but there is no such file: fetch it."
-        )
+        raise BadInputError(f"The card of {folder} says that {lacking} is {listed}, but there is none: fetch it.")
     found = found or by_names(below, suffixes)
     return {split: [start + each for each in files] for split, files in found.items()}
 

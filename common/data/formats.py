@@ -236,8 +236,6 @@ def _joined(content: object, where: str) -> object:
         return content
     other = next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None)
     if other:
-        raise BadInputError(
-            f"{where} has a message with a part of the type {other!r}, but only texts are learnt here: take it out."
-        )
+        raise BadInputError(f"{where} has a message with a part of the type {other!r}: take out all but texts.")
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

@@ -43,7 +43,6 @@ def row_kind(run: RunConfig) -> RowKind:
     return RowKind(
         suffixes=(*TABLES, TEXT_FILE),
         holds="one JSON object with `messages` per line, or rows of another format",
-        advice="row of `messages`",
         check=partial(check_messages, run=run),
         tokenize=tokenize_messages,
     )

@@ -13,18 +13,7 @@ from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
 from common.data.messages import check_conversation, tokens_to_learn
-from common.data.rows import (
-    IGNORED_LABEL,
-    Found,
-    Row,
-    RowKind,
-    Tokens,
-    labels_in,
-    padded_shape,
-    place_of,
-    placed,
-    said_in,
-)
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, padded_shape, place_of, placed, said_in
 from common.data.templates import encode
 from common.planning.job import BatchShape
 
@@ -37,7 +26,6 @@ def row_kind(run: RunConfig) -> RowKind:
     return RowKind(
         suffixes=TABLES,
         holds="one JSON object with `prompt`, `chosen` and `rejected` per line",
-        advice="pair of answers",
         check=check_pairs,
         tokenize=tokenize_pairs,
         shape=shape_of_pairs,
@@ -66,9 +54,7 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
     missing = [name for name in ANSWERS if name not in row]
     if missing:
         there = ", ".join(map(str, row)) or "none"
-        raise BadInputError(
-            f"{where} has no {missing[0]!r} (its columns: {there}): preferences have {COLUMNS}; add it."
-        )
+        raise BadInputError(f"{where} has no {missing[0]!r} (its columns: {there}): pairs have {COLUMNS}; add it.")
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:
@@ -120,7 +106,7 @@ def prompt_length(row: Tokens) -> int:
 
 def _differ(row: Tokens) -> bool:
     """Return whether a pair that was cut still has two answers, which differ."""
-    has_both = labels_in(row) > 0 and len(row["rejected_ids"]) > prompt_length(row)
+    has_both = prompt_length(row) < min(len(row["input_ids"]), len(row["rejected_ids"]))
     return has_both and row["input_ids"] != row["rejected_ids"]
 
 

@@ -28,7 +28,6 @@ def row_kind(run: RunConfig) -> RowKind:
         messages.row_kind(run),
         suffixes=TABLES,
         holds="rows with `messages`, or a question and an answer, and the column `image`",
-        advice="row of `messages` with an `image`",
         check=partial(check_pictured, run=run),
         belongs_to=lambda row: row["picture_digest"],
     )

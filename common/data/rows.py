@@ -74,7 +74,7 @@ class RowKind:
 
     Attributes:
         suffixes: Of the files that can be read.
-        holds: What a file holds, and `advice` what an empty one is to be given: for the refusals.
+        holds: What a file holds, for the refusal of one that is missing or empty.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
         belongs_to: What rows have in common that must come into one split, if anything: their picture.
@@ -83,7 +83,6 @@ class RowKind:
 
     suffixes: tuple[str, ...]
     holds: str
-    advice: str
     check: Callable[[Found, str], Iterable[Row]]
     tokenize: Callable[[Sequence[Row], Tokenizer, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits

@@ -80,7 +80,10 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
         )
     names = _chosen_splits(list(found), source, run)
     _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
-    return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
+    rows = {split: checked(*found[name], kind) for split, name in names.items()}
+    for each in rows.values():
+        check_ids(each)
+    return hold_out(rows, source, kind.belongs_to)
 
 
 def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
@@ -187,7 +190,6 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
             divided = " (empty lines divide the texts of a .txt)" if source.endswith(TEXT_FILE) else ""
             staying = f", as one of each of the {kinds} labels stays there" if labels else ""
             raise BadInputError(f"{source} has {there}: give its train split at least {least} rows{divided}{staying}.")
-        check_ids(rows)
         wanted = min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
         share = f"{'about ' if belongs_to or labels else ''}{wanted:,} of its {len(rows):,} training rows"
         each = "each" if missing[1:] else "it"

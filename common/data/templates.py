@@ -37,9 +37,7 @@ def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
         check_named_templates(tokenizer, model)
         return say_ends(tokenizer, model)
     if tokenizer.eos_token is None:
-        raise BadInputError(
-            f"The tokenizer of {model} has neither a chat template nor an end token: pass another --model."
-        )
+        raise BadInputError(f"The tokenizer of {model} has neither a chat template nor an end token: give it one.")
     tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (
         f"{model} has no chat template: rows are written as plain text, each message on a line of its own and "

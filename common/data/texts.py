@@ -29,20 +29,19 @@ MOST_LABELS, MOST_LABELS_SAID = 100, 20
 
 def labelled_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
-    return _row_kind(run, ("text", "label"), "row per label", finish=with_classes, shape=shape_of_labels)
+    return _row_kind(run, ("text", "label"), finish=with_classes, shape=shape_of_labels)
 
 
 def summary_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
-    return _row_kind(run, ("text", "summary"), "text with its summary", shape=shape_of_summaries)
+    return _row_kind(run, ("text", "summary"), shape=shape_of_summaries)
 
 
-def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, **more: Any) -> RowKind:
+def _row_kind(run: RunConfig, keys: tuple[str, ...], **more: Any) -> RowKind:
     columns = {key: getattr(run, f"{key}_column") for key in keys}
     return RowKind(
         suffixes=TABLES,
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
-        advice=advice,
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
         tokenize=tokenize_texts,
         **more,
@@ -211,8 +210,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) ->
 def _too_long(rows: Sequence[Row], key: str, tokenizer: Tokenizer, run: RunConfig) -> list[int]:
     """Return the numbers of the rows whose `key`, if they have it, has more tokens than its limit."""
     argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
-    batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
-    whole = (
-        ids for batch in batches for ids in tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"]
-    )
-    return [number for number, ids in enumerate(whole) if len(ids) > limit]
+    lengths: list[int] = []
+    for batch in batches_of(rows, "measuring") if rows and key in rows[0] else ():
+        lengths += map(len, tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"])
+    return [number for number, length in enumerate(lengths) if length > limit]

@@ -38,9 +38,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(calls, list):
         raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
     if message["role"] != "assistant":
-        raise BadInputError(
-            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls."
-        )
+        raise BadInputError(f"{where} has `tool_calls` in a message of the role {message['role']!r}: correct it.")
     return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
 
 
