@@ -74,42 +74,36 @@ def templates_in_use(tokenizer: Tokenizer) -> list[str]:
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """What a chat template writes after an answer, as `ids`.
+    """What a chat template writes after an answer: tokens up to the first added one, or else a text, if anything."""
 
-    Attributes:
-        token_id: The first of them with a name of its own (an added token), which is the last of the `ids`; or None.
-        text: Without such a token: the text that ends the answer, if any.
-    """
-
-    token_id: int | None
-    text: str
     ids: list[int]
+    text: str
+
+    @property
+    def token_id(self) -> int | None:
+        """Return the token that ends an answer, if one does."""
+        return self.ids[-1] if self.ids else None
 
 
-def answer_end(tokenizer: Tokenizer, template: str) -> AnswerEnd | None:
-    """Return what a template writes after an answer; None where it does not write a plain conversation."""
-    has_parts = hasattr(tokenizer, "processor")
+def answer_ends(tokenizer: Tokenizer) -> list[AnswerEnd]:
+    """Return what each template in use writes after an answer, unless it does not write a plain conversation."""
+    has_parts, added, ends = hasattr(tokenizer, "processor"), tokenizer.added_tokens_decoder, []
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
         for role, text in (("user", QUESTION), ("assistant", ANSWER))
     ]
-    what, written = f"A conversation by the chat template of {tokenizer.name_or_path}", ""
-    with in_time(what), suppress(BadInputError), reading(what):  # such as one that wants a system message
-        written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    _, found, after = written.rpartition(ANSWER)
-    if not found:
-        return None
-    ids, added = tokenizer(after, add_special_tokens=False)["input_ids"], tokenizer.added_tokens_decoder
-    named = (place for place, number in enumerate(ids) if number in added and added[number].content.strip())
-    place = next(named, None)
-    if place is None:
-        return AnswerEnd(None, after.strip(), ids)
-    return AnswerEnd(ids[place], "", ids[: place + 1])
-
-
-def answer_ends(tokenizer: Tokenizer) -> list[AnswerEnd]:
-    """Return what each template in use writes after an answer, as far as `answer_end` can tell."""
-    return [end for template in templates_in_use(tokenizer) if (end := answer_end(tokenizer, template))]
+    what = f"A conversation by the chat template of {tokenizer.name_or_path}"
+    for template in templates_in_use(tokenizer):
+        written = ""
+        with in_time(what), suppress(BadInputError), reading(what):  # such as one that wants a system message
+            written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+        _, found, after = written.rpartition(ANSWER)
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
+        named = (place for place, number in enumerate(ids, 1) if number in added and added[number].content.strip())
+        count = next(named, None)
+        if found:
+            ends.append(AnswerEnd([], after.strip()) if count is None else AnswerEnd(ids[:count], ""))
+    return ends
 
 
 def say_ends(tokenizer: Tokenizer, model: str) -> str:

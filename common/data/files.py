@@ -60,7 +60,7 @@ def is_http(source: str) -> bool:
 
 
 def suffixes_of(source: str) -> tuple[str, str]:
-    """Return the suffix of a file or URL, and that of its compression: `.csv` and `.gz` of `https://host/rows.csv.gz?a=b`."""
+    """Return a file's or URL's suffix, and that of its compression: `.csv` and `.gz` of `https://a/rows.csv.gz?b=c`."""
     path = urlsplit(source).path if is_http(source) else source
     *_, inner, last = "", "", *PurePosixPath(path.lower()).suffixes
     if last in COMPRESSED and inner:
@@ -88,18 +88,17 @@ def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
     return rows
 
 
-def splits_of_file(source: str, holds: str) -> dict[str, Found]:
+def splits_of_file(source: str) -> dict[str, Found]:
     """Return what each row of a file holds, and where it stands, by split: `train` alone, but for some JSON.
 
-    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON). `holds`:
-    what should stand in it.
+    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON).
     """
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
         raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
     suffix = suffix_of(source)
     if suffix in BINARY:
-        return {"train": _binary_rows(source, suffix, holds)}
-    lines = lines_of(source, holds)
+        return {"train": _binary_rows(source, suffix)}
+    lines = lines_of(source)
     if suffix == TEXT_FILE:
         return {"train": parse_paragraphs(lines, source)}
     if suffix in (".csv", ".tsv"):
@@ -107,10 +106,10 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
     return parse_json(lines, source)
 
 
-def lines_of(source: str, holds: str) -> Iterator[str]:
+def lines_of(source: str) -> Iterator[str]:
     """Yield the lines of a text file with their ends; it is UTF-8, or UTF-16 or UTF-32 with their marks."""
     packed_bytes = sys.maxsize if is_url(source) or not suffixes_of(source)[1] else os.path.getsize(source)
-    with _refusing(source, holds), _opened(source) as file:
+    with _refusing(source), _opened(source) as file:
         begin = file.peek(BEGIN_BYTES)[:BEGIN_BYTES]
         _check_begin(begin, source)
         encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), "utf-8-sig")
@@ -121,14 +120,14 @@ def lines_of(source: str, holds: str) -> Iterator[str]:
 
 
 @contextmanager
-def _refusing(source: str, holds: str) -> Iterator[None]:
+def _refusing(source: str) -> Iterator[None]:
     with reading(f"The data file {source}", "Correct --data."):
         try:
             yield
         except FileNotFoundError as error:
             if error.__cause__ is not None and getattr(error.__cause__, "status", 0) not in NOT_FOUND:
                 raise error.__cause__ from None  # fsspec's HTTP says the same of a host that does not answer
-            raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
+            raise BadInputError(f"The data file {source} does not exist: correct --data.") from None
         except ImportError as error:
             raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
 
@@ -212,9 +211,9 @@ def _likely(line: bytes, place: int, following: bytes) -> str:
     )
 
 
-def _binary_rows(source: str, suffix: str, holds: str) -> Found:
+def _binary_rows(source: str, suffix: str) -> Found:
     """Yield the rows of a file of Parquet or Arrow; one behind a URL is downloaded into the cache of `datasets`."""
-    with _refusing(source, holds):
+    with _refusing(source):
         path = source
         if is_url(source):
             from datasets import DownloadManager  # here: it takes two seconds to import

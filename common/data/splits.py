@@ -118,17 +118,17 @@ def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, t
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)
         places = {split: folder if is_url(folder) else os.path.commonpath(names) for split, names in files.items()}
-        return {split: (_rows_of_files(names, kind), places[split]) for split, names in files.items()}
+        return {split: (_rows_of_files(names), places[split]) for split, names in files.items()}
     if run.dataset_config:
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
         raise BadInputError(f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as .csv.")
-    return {split: (rows, source) for split, rows in splits_of_file(source, kind.holds).items()}
+    return {split: (rows, source) for split, rows in splits_of_file(source).items()}
 
 
-def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
+def _rows_of_files(files: Sequence[str]) -> Found:
     for file in files:
-        splits = splits_of_file(file, kind.holds)
+        splits = splits_of_file(file)
         if len(splits) > 1:
             raise BadInputError(f"{file} holds {', '.join(splits)}, but is one split of its folder: pass it itself.")
         yield from next(iter(splits.values()))

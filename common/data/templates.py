@@ -84,7 +84,7 @@ def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]
     if train_on != "assistant" or not tokenizer.is_fast:
         return _encode_by_turns(rows, tokenizer, train_on)
     pattern, tokens, templates = control_tokens(tokenizer), [], {}
-    ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
+    ends = [end.ids for end in answer_ends(tokenizer) if end.ids]
     for (tools, is_usual), group in groupby(rows, key=lambda row: (row.get("tools"), _is_usual(row, pattern))):
         own = tokenizer.get_chat_template(tools=tools)
         if own not in templates:
