@@ -70,11 +70,7 @@ def _is_there(system: fsspec.AbstractFileSystem, url: str) -> bool:
 
 
 def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[str]]:
-    """Return the paths or URLs of the files of each split, with the splits as the folder calls them.
-
-    What `save_to_disk` wrote, and the card of a dataset of the Hub, say which they are; the latter by its `config`,
-    empty = its default, or the only one.
-    """
+    """Return the paths or URLs of each split's files; `config`: of a card, empty = its default, or the only one."""
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
     if config and not found:

@@ -19,10 +19,9 @@ ENOUGH_STEPS = 100  # below, a new user's rows have probably not been learnt yet
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
-    """Return the rows, if none is learnt and in the test, or if asked for without those in training.
+    """Return the rows without training rows that are test rows, if asked for; else refuse these, or warn.
 
-    Of test rows taken from the training rows, or with a label or summary, of which public datasets have some twice,
-    a warning is printed.
+    Public datasets of texts with labels or summaries have some twice: of these, and of rows held out, it warns.
     """
     kept = {digest(row) for row in splits.test}
     shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}

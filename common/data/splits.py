@@ -78,16 +78,15 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
             f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds train, "
             f"validation and test, a file ({', '.join(kind.suffixes)}), a URL, or the id of a dataset on the Hub."
         )
-    names = _chosen_splits(list(found), source, run)
-    _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
+    names = _chosen_splits({name: place for name, (_, place) in found.items()}, source, run)
     rows = {split: checked(*found[name], kind) for split, name in names.items()}
     for each in rows.values():
         check_ids(each)
     return hold_out(rows, source, kind.belongs_to)
 
 
-def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
-    """Return what a source calls the splits of a run; say the others, and refuse one without what is asked for."""
+def _chosen_splits(there: dict[str, str], source: str, run: RunConfig) -> dict[str, str]:
+    """Return what a source calls the splits of a run, and say which of `there`, with their places, are others."""
     chosen = {}
     for split, words in SPLIT_WORDS.items():
         setting = f"dataset_{split}_split"
@@ -101,14 +100,10 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
             raise BadInputError(f"{source} has no split {name!r} (there are: {listed}): pass another --{setting}.")
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
-    return chosen
-
-
-def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
-    """Say which splits are called otherwise, by what a source calls each, and where it is."""
-    called = ((split, name if name != split else Path(place).name) for split, (name, place) in names.items())
+    called = ((split, name if name != split else Path(there[name]).name) for split, name in chosen.items())
     others = [f"{name} is {split}" for split, name in called if split_named(name) and split[:3] not in name.lower()]
     say_once(f"{source}: {', '.join(others)}" if others else "")
+    return chosen
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:

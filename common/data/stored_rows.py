@@ -25,10 +25,7 @@ BATCH_ROWS = 1_000  # read or turned into tokens at once
 
 
 def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str, Any]]:
-    """Return all `rows` in their order, as a list, or on disk where they would take more than `IN_MEMORY`.
-
-    `title`: of the progress that rank 0 shows once it takes more than two seconds; empty = none.
-    """
+    """Return all `rows` as a list, or on disk where they would fill memory; `title`: of the progress that is shown."""
     following = iter(_progress(rows, title, unit=" rows") if title else rows)
     held, taken = [], 0
     for row in following:
