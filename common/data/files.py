@@ -203,12 +203,9 @@ def _likely(line: bytes, place: int, following: bytes) -> str:
     is_western = any(WESTERN in match.could_be_from_charset for match in matches)
     encoding = WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
     before, after = (part.decode(encoding, "ignore") for part in (line[:place], line[place:]))
-    name = codecs.lookup(encoding).name.replace("_", "-")
-    return (
-        f"; it is probably {encoding}, in which the line reads "
-        f"{(before[-SHOWN_AROUND:] + after[:SHOWN_AROUND]).strip()!r}: save it as UTF-8, as by `iconv -f {name} -t "
-        "utf-8 old > new`"
-    )
+    part, name = (before[-SHOWN_AROUND:] + after[:SHOWN_AROUND]).strip(), codecs.lookup(encoding).name.replace("_", "-")
+    said = f"; it is probably {encoding}, in which the line reads {part!r}"
+    return f"{said}: save it as UTF-8, as by `iconv -f {name} -t utf-8 old > new`"
 
 
 def _binary_rows(source: str, suffix: str) -> Found:

@@ -14,21 +14,7 @@ from common.data.files import TABLES, TEXT_FILE
 from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
 from common.data.row_checks import say_once
-from common.data.rows import (
-    Found,
-    Row,
-    RowKind,
-    Tokens,
-    continuation_of,
-    first_tokens,
-    is_plain,
-    labels_in,
-    opening_of,
-    place_of,
-    placed,
-    places_of,
-    said_in,
-)
+from common.data.rows import Found, Row, RowKind, Tokens, first_tokens, is_plain, labels_in, place_of, placed, places_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
@@ -128,16 +114,6 @@ def _with_facts(row: Row, where: str) -> Row:
 def turns_of(row: Row) -> list[str]:
     """Return the roles of a row's messages; an assistant's that calls tools is a `call`."""
     return ["call" if message.get("tool_calls") else message["role"] for message in row["messages"]]
-
-
-def question_of(row: Row) -> str:
-    """Return the text of the last question, or how a plain text begins."""
-    return opening_of(row["text"]) if is_plain([row]) else row["messages"][-2]["content"]
-
-
-def answer_of(row: Row) -> str:
-    """Return the last answer's text, with what it calls, or how a plain text goes on."""
-    return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:

@@ -151,10 +151,17 @@ def opening_of(text: str) -> str:
     return text[: at_word if at_word > 0 else middle]
 
 
-def continuation_of(text: str) -> str:
-    """Return what follows the opening, as long as it."""
-    opening = opening_of(text)
-    return text[len(opening) : 2 * len(opening)].strip()
+def question_of(row: Row) -> str:
+    """Return the text of the last question, or how a plain text begins."""
+    return opening_of(row["text"]) if is_plain([row]) else row["messages"][-2]["content"]
+
+
+def answer_of(row: Row) -> str:
+    """Return the last answer's text, with what it calls, or how a plain text goes on, as long as its opening."""
+    if not is_plain([row]):
+        return said_in(row["messages"][-1])
+    length = len(opening_of(row["text"]))
+    return row["text"][length : 2 * length].strip()
 
 
 def tokens_in(row: Tokens) -> int:

@@ -136,7 +136,7 @@ def _encode_by_turns(rows: list[Row], tokenizer: Tokenizer, train_on: str, templ
 
 
 def _add_earlier_answers(
-    masks: list[list[bool]], rows: list[Row], whole: list[list[int]], tokenizer: Any, template: str | None
+    masks: list[list[bool]], rows: list[Row], whole: list[list[int]], tokenizer: Tokenizer, template: str | None
 ) -> None:
     """Mark earlier answers, unless their weight is 0 or the row writes them otherwise, as without their thoughts."""
     earlier = [

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.formats import recognise
-from common.data.messages import answer_of, question_of, tokenize_messages
-from common.data.rows import Row, Splits
+from common.data.messages import tokenize_messages
+from common.data.rows import Row, Splits, answer_of, question_of
 from common.data.splits import load_splits
 from common.data.templates import prompt_ids
 from tests.row_files import refusal_of, rows_in, text_of, write

@@ -156,7 +156,12 @@ BROKEN = json.dumps(GOOD[0])[:-1]
             "another name.",
         ),
         (LABELS, "train.csv", "", "The data file {path} is empty: fill it, with the columns 'text' and 'label'."),
-        (LABELS, "train.csv", "text,label\n", "The data file {path} is empty: fill it, with the columns 'text' and 'label'."),
+        (
+            LABELS,
+            "train.csv",
+            "text,label\n",
+            "The data file {path} is empty: fill it, with the columns 'text' and 'label'.",
+        ),
         (
             LABELS,
             "train.csv",
@@ -246,7 +251,12 @@ BROKEN = json.dumps(GOOD[0])[:-1]
             "{path}, row 1 is 'a', but should have the columns dialogue, summary: correct it.",
         ),
         (CHATS, "train.json", "7", "{path}, row 1 is '7', but should have the columns dialogue, summary: correct it."),
-        (CHATS, "train.json", "[]", "The data file {path} is empty: fill it, with the columns 'dialogue' and 'summary'."),
+        (
+            CHATS,
+            "train.json",
+            "[]",
+            "The data file {path} is empty: fill it, with the columns 'dialogue' and 'summary'.",
+        ),
         (CHATS, "train.json", "", "The data file {path} is empty: fill it, with the columns 'dialogue' and 'summary'."),
         (
             CHATS,
