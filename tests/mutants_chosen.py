@@ -157,8 +157,8 @@ DATA = (
     Fault(
         "classes are numbered in the order of the rows, another one for each file",
         "common/data/texts.py",
-        "    labels = sorted(labels)\n",
-        "    return list(labels)\n",
+        '    labels = sorted({row["label"] for row in splits.train})\n',
+        '    return list({row["label"] for row in splits.train})\n',
         _unit("labelled_data", "labels_that_are_numbers_are_texts_in_the_order_of_numbers"),
     ),
 )

@@ -69,18 +69,12 @@ def _check_text(row: Row, where: str) -> Row:
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
     """Return a row with calls, facts and tools as lists, if it ends with an answer, and leaves something to learn."""
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
+    turns = turns_of(row)
     for message in row["messages"]:
         if not isinstance(message["content"], str):
             raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
         if not message["content"].strip() and not message.get("tool_calls"):
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
-    _check_turns(row, where)
-    _check_weights(row, where, train_on)
-    return with_tools(_with_facts(row, where), where)
-
-
-def _check_turns(row: Row, where: str) -> None:
-    turns = turns_of(row)
     if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
         raise BadInputError(f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add one.")
     if not CONVERSATION.fullmatch(" ".join(turns)):
@@ -88,6 +82,8 @@ def _check_turns(row: Row, where: str) -> None:
             f"{where} has messages of the roles {', '.join(map(repr, turns))}: user and assistant take turns after a "
             "system message, if any, with `tool_calls` and tool messages between them; correct it."
         )
+    _check_weights(row, where, train_on)
+    return with_tools(_with_facts(row, where), where)
 
 
 def _check_weights(row: Row, where: str, train_on: str) -> None:

@@ -42,32 +42,26 @@ def load_splits(run: RunConfig) -> Splits:
     or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
     What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
     """
-    files, place = [], _place_here(run.data)
+    source, files = run.data.removeprefix("file://"), []
+    place = None if is_url(source) else find_here(source)
     if place is not None:
         files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
     states = ((file, file.stat()) for file in files if file.is_file())
     seen = tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
-    return read_splits(run, seen) if seen else read_splits.__wrapped__(run, seen)
-
-
-def _place_here(source: str) -> Path | None:
-    """Return the file or folder of a source that is no URL, and not on the Hub."""
-    source = source.removeprefix("file://")
-    return None if is_url(source) else find_here(source)
+    return (read_splits if seen else read_splits.__wrapped__)(run, place, seen)
 
 
 @lru_cache(maxsize=1)
-def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Splits:
-    """Read and check the run's rows; `files`, with times in ns and bytes, tells whether they are still the same."""
+def read_splits(run: RunConfig, place: Path | None, files: tuple[tuple[str, int, int], ...]) -> Splits:
+    """Read and check rows that are at `place`, if here; `files`, with times and bytes, tell whether they changed."""
     kind = row_kind(run)
-    splits = check_rows_apart(_read_splits(run, kind), run)
+    splits = check_rows_apart(_read_splits(run, place, kind), run)
     limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
     cut = {name: getattr(splits, name)[:limit] for name, limit in limits.items() if limit > 0}
     return kind.finish(replace(splits, **cut))
 
 
-def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
-    place = _place_here(run.data)
+def _read_splits(run: RunConfig, place: Path | None, kind: RowKind) -> Splits:
     if place or is_url(run.data):
         source = str(place or run.data)
         found = _splits_of_source(source, kind, run)

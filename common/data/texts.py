@@ -117,13 +117,8 @@ def with_classes(splits: Splits) -> Splits:
 
 
 def label_names(splits: Splits) -> list[str]:
-    """Return the labels of the training rows, in the order of their numbers."""
-    return in_natural_order({row["label"] for row in splits.train})
-
-
-def in_natural_order(labels: Iterable[str]) -> list[str]:
-    """Return numbers by their size, and other labels by their letters, with numbers in them by their size."""
-    labels = sorted(labels)
+    """Return the training rows' labels in the order of their numbers: by size, or by letters and numbers in them."""
+    labels = sorted({row["label"] for row in splits.train})
     try:
         sizes = {label: float(label) for label in labels}
     except ValueError:
