@@ -36,10 +36,9 @@ def longest_first(rows: Sequence[Tokens]) -> Sequence[Tokens]:
 
 
 def make_collator(tokenizer: Tokenizer, model: PreTrainedModel | None = None, multiple: int = 0) -> Collate:
-    """Return a collator that pads a batch to its longest row, on the right, without attention and labels there.
+    """Return a collator that pads a batch on the right, without attention and labels there, to a `multiple` of tokens.
 
-    `multiple`: the length becomes the next multiple of so many tokens; 0 = it stays. With an encoder-decoder as `model`
-    the batch also has the decoder's inputs: the labels shifted right by one.
+    With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels shifted right by one.
     """
     return DataCollatorForSeq2Seq(
         tokenizer, model=model, label_pad_token_id=IGNORED_LABEL, pad_to_multiple_of=multiple or None

@@ -89,10 +89,7 @@ def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
 
 
 def splits_of_file(source: str) -> dict[str, Found]:
-    """Return what each row of a file holds, and where it stands, by split: `train` alone, but for some JSON.
-
-    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON).
-    """
+    """Return the rows of a file, read as they are asked for, and their places, by split: `train`, but for some JSON."""
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
         raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
     suffix = suffix_of(source)

@@ -124,10 +124,8 @@ def with_lists(row: Row, where: str) -> Row:
 
 FORMATS = (
     Format("messages", ("messages",), lambda row: row["messages"]),
-    *(
-        Format("ShareGPT", (name,), lambda row, name=name: [*system_of(row), *row[name]])
-        for name in ("conversations", "conversation")
-    ),
+    Format("ShareGPT", ("conversations",), lambda row: [*system_of(row), *row["conversations"]]),
+    Format("ShareGPT", ("conversation",), lambda row: [*system_of(row), *row["conversation"]]),
     Format("Alpaca", ("instruction", "output"), alpaca),
     _question_and_answer("prompt", "completion", "prompt and completion"),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),

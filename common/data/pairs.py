@@ -1,7 +1,4 @@
-"""Rows of preferences, in TRL's formats: a prompt with a chosen and a rejected answer, as texts or lists of messages.
-
-Without the column `prompt`, both answers are whole conversations that differ in their last message.
-"""
+"""Rows of preferences, in TRL's formats: a prompt with two answers, or two conversations with another last message."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +36,7 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
         row = {str(name).lower(): value for name, value in filled.items()}
         refuse_pictures(row, where)
         prompt, chosen, rejected = _three_parts(row, where)
-        kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
+        kept = {name: row[name] for name in ("id", *KEPT) if name in row}
         checked, other = (
             check_conversation({**kept, "messages": [*prompt, answer]}, where, train_on="completion")
             for answer in (chosen, rejected)

@@ -34,10 +34,7 @@ def row_kind(run: RunConfig) -> RowKind:
 
 
 def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, if each is a conversation about one picture that can be read.
-
-    Paths of pictures begin at `source`, or at the folder of that file. The column `kind` says what is asked for.
-    """
+    """Yield the rows of `source`, if each is a conversation about one picture; paths begin at its folder."""
     place = Path(source)
     folder = place if place.is_dir() else place.parent if place.exists() else None
     seen: deque[Row] = deque()

@@ -129,17 +129,14 @@ def _opened(reference: str, where: str) -> Iterator[Image.Image]:
 
 
 def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:
-    """Return the inputs of the vision tower: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
-
-    `noise`: the standard deviation of what is added to each picture, as a share of full brightness.
-    """
+    """Return the vision tower's `pixel_values`, shape (rows, tiles, 3, height, width), and their mask, if any."""
     pictures = [[with_noise(open_picture(reference), noise)] for reference in references]
     inputs = tokenizer.processor.image_processor(images=pictures, return_tensors="pt")
     return {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
 
 
 def with_noise(picture: Image.Image, noise: float) -> Image.Image:
-    """Return a picture with Gaussian noise, which is seeded by its pixels: the same noise each time."""
+    """Return a picture with Gaussian noise, seeded by its pixels; `noise`: its deviation as a share of brightness."""
     if not noise:
         return picture
     numbers = np.random.default_rng(zlib.crc32(picture.tobytes()))

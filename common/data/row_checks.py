@@ -19,10 +19,7 @@ ENOUGH_STEPS = 100  # below, a new user's rows have probably not been learnt yet
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
-    """Return the rows without training rows that are test rows, if asked for; else refuse these, or warn.
-
-    Public datasets of texts with labels or summaries have some twice: of these, and of rows held out, it warns.
-    """
+    """Return the rows without training rows that are test rows, if asked for; else refuse these, or warn of them."""
     kept = {digest(row) for row in splits.test}
     shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}
     if not shared:
@@ -35,6 +32,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
         say_once(f"{found}: they are left out")
         others = [number for number in range(len(splits.train)) if number not in shared]
         return replace(splits, train=take(splits.train, others))
+    # public datasets of texts with labels or summaries have some twice
     if run.shared_rows == "refuse" or (run.goal.converses and not splits.held_out):
         raise BadInputError(f"{found}: remove them from one of the two, or pass --shared_rows skip.")
     say_once(

@@ -1,6 +1,6 @@
 """Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps.
 
-A file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
+The file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
 """
 
 import sys

@@ -26,10 +26,7 @@ HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half 
 
 
 def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
-    """Yield the rows of a CSV file, without the empty ones and empty columns without a name, and where each stands.
-
-    `delimiter`: empty = the one of the line `sep=`, or that fits the first lines best.
-    """
+    """Yield the rows of a CSV file, and where each stands; `delimiter`: empty = that of a line `sep=`, or what fits."""
     csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
     head, number = first_lines(lines), 0
     if head and (named := SEPARATOR_LINE.fullmatch(head[-1])):
