@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 RENDERING_S = 5  # of computing, for one conversation: thousands of times what it needs
 QUESTION, ANSWER = "Who made it?", "Vance"
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Of a tokenizer's named templates, those that Transformers takes for rows without tools, and with some."""
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # Transformers' names of templates for rows without tools, and with some
 
 
 class _TooSlow(BaseException):

@@ -74,7 +74,7 @@ def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[s
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
     if config and not found:
-        raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it.")
+        raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it: drop it.")
     found = found or by_names(names, kind.suffixes)
     if not found:
         there = f" (there are: {shown(names)})" if names else ""

@@ -25,8 +25,6 @@ ROLES = {
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
 WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI's key for what is not learnt, and other trainers'
-RENAMED = ("from", "value", *WEIGHTS)  # in what `normalised` returns
-LIST_BEGIN = re.compile(r"\s*\[")
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
 KEPT = ("facts", "tools")  # columns of conversations that are used besides `id` and those of a format
 
@@ -109,7 +107,7 @@ def with_lists(row: Row, where: str) -> Row:
     """Return a row with lists of messages where columns have them as texts: JSON, or as Python writes them."""
     read = dict(row)
     for name, value in row.items():
-        if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
+        if str(name).lower() == "text" or not isinstance(value, str) or not value.lstrip().startswith("["):
             continue
         found = from_text(value)
         if are_messages(found):
@@ -140,10 +138,8 @@ ELSEWHERE = {
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 
-IMAGE_COLUMNS = ("image", "images")  # whatever their values look like
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of texts in OpenAI's interfaces and in templates
 
 
 def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
@@ -166,7 +162,7 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
         if set(each.needs) <= set(there):
             return each
     if len(columns) == 1:
-        raise BadInputError(f"{source} has the column {listed} alone: there is no column of answers; or call it text.")
+        raise BadInputError(f"{source} has the column {listed} alone: there is no column of answers; add one.")
     raise BadInputError(
         f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
         "instruction and output, prompt and completion, question and answer, text): name two of them with "
@@ -179,7 +175,7 @@ def refuse_pictures(row: Row, where: str) -> None:
     for name, value in row.items():
         column = str(name).lower()
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
-        if is_named or _is_picture(value) or (column in IMAGE_COLUMNS and value):
+        if is_named or _is_picture(value) or (column in ("image", "images") and value):
             raise BadInputError(
                 f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or leave that column "
                 "out, in chats also by naming others with --prompt_column and --completion_column."
@@ -203,7 +199,9 @@ def normalised(messages: object, where: str) -> list[Message]:
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
-    kept = {key: value for key, value in message.items() if value is not None and key not in RENAMED}
+    kept = {
+        key: value for key, value in message.items() if value is not None and key not in ("from", "value", *WEIGHTS)
+    }
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
     if odd:

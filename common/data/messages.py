@@ -69,12 +69,12 @@ def _check_text(row: Row, where: str) -> Row:
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
     """Return a row with calls, facts and tools as lists, if it ends with an answer, and leaves something to learn."""
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
-    turns = turns_of(row)
     for message in row["messages"]:
         if not isinstance(message["content"], str):
             raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
         if not message["content"].strip() and not message.get("tool_calls"):
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
+    turns = turns_of(row)
     if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
         raise BadInputError(f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add one.")
     if not CONVERSATION.fullmatch(" ".join(turns)):
@@ -93,7 +93,7 @@ def _check_weights(row: Row, where: str, train_on: str) -> None:
         raise BadInputError(f"{where} has a message of weight 0, but train_on is {train_on!r}: leave one of them out.")
     answers = [message for message in row["messages"] if message["role"] == "assistant"]
     if all(map(is_left_out, answers if train_on == "assistant" else answers[-1:])):
-        raise BadInputError(f"{where} has nothing to learn, as its answers have the weight 0: remove one.")
+        raise BadInputError(f"{where} has nothing to learn, as its answers have the weight 0: remove the row.")
 
 
 def _with_facts(row: Row, where: str) -> Row:

@@ -1,7 +1,6 @@
 """Load, check and preprocess the picture of a row, and insert its tokens into the row.
 
-A row keeps the path of its file, or its bytes as a `data:` URI, so that rows may be on disk, and a picture is opened
-when a batch needs it. Its processor is `tokenizer.processor` (`load_tokenizer`).
+A row keeps its file's path, or its bytes as a `data:` URI; its processor is `tokenizer.processor` (`load_tokenizer`).
 """
 
 import base64

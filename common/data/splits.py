@@ -48,7 +48,7 @@ def load_splits(run: RunConfig) -> Splits:
         files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
     states = ((file, file.stat()) for file in files if file.is_file())
     seen = tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
-    return (read_splits if seen else read_splits.__wrapped__)(run, place, seen)
+    return read_splits(run, place, seen) if seen else read_splits.__wrapped__(run, place, seen)
 
 
 @lru_cache(maxsize=1)
@@ -95,14 +95,14 @@ def _chosen_splits(there: dict[str, str], source: str, run: RunConfig) -> dict[s
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
     called = ((split, name if name != split else Path(there[name]).name) for split, name in chosen.items())
-    others = [f"{name} is {split}" for split, name in called if split_named(name) and split[:3] not in name.lower()]
-    say_once(f"{source}: {', '.join(others)}" if others else "")
+    renamed = [f"{name} is {split}" for split, name in called if split_named(name) and split[:3] not in name.lower()]
+    say_once(f"{source}: {', '.join(renamed)}" if renamed else "")
     return chosen
 
 
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
     if run.dataset_revision:
-        raise BadInputError(f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub.")
+        raise BadInputError(f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub: drop it.")
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)

@@ -13,11 +13,9 @@ from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
-LARGEST_FIELD = 2**31 - 1  # characters: the most that Python's reader can be told on every system
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """Of CSV files; spreadsheets write semicolons where the comma divides a number."""
 SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)  # what Excel writes before the names of columns
-SNIFFED_LINES = 20  # by which a file's delimiter is found
 MOST_LEVELS = 100  # lists and objects within each other; at about 1,000 what walks through a row fails
 WRAPPERS = 2  # objects around the rows of a JSON file, at most
 COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)  # by which an object is a row and no wrapper of rows
@@ -27,11 +25,11 @@ HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half 
 
 def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
     """Yield the rows of a CSV file, and where each stands; `delimiter`: empty = that of a line `sep=`, or what fits."""
-    csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
+    csv.field_size_limit(2**31 - 1)  # the most on every system: Python's own limit is 128 KiB, which a text may have
     head, number = first_lines(lines), 0
     if head and (named := SEPARATOR_LINE.fullmatch(head[-1])):
         delimiter, head = named[1], first_lines(lines)
-    sample = [*head[-1:], *islice(lines, SNIFFED_LINES)]
+    sample = [*head[-1:], *islice(lines, 20)]
     try:
         delimiter = delimiter or _delimiter_of(sample, source)
         padded = _is_padded(sample, delimiter)

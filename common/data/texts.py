@@ -21,10 +21,8 @@ from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, 
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
-LIMITS = {"text": "max_length", "summary": "max_target_length"}
-"""The setting that says how many tokens of a row's text, and of its summary, are read or learnt."""
-MOST_LABELS, MOST_LABELS_SAID = 100, 20
-"""In a record and in a line, of the commonest: there may be hundreds of thousands."""
+LIMITS = {"text": "max_length", "summary": "max_target_length"}  # settings of tokens that are read or learnt
+MOST_LABELS, MOST_LABELS_SAID = 100, 20  # of the commonest, in a record and in a line
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
