@@ -127,7 +127,7 @@ def tokens_to_learn(
     is_learnt: Callable[[Tokens], object] = labels_in,
     lacking: str = "token to learn",
 ) -> Sequence[Tokens]:
-    """Return rows as tokens, cut to `max_length`, but for those of which `is_learnt` is false: they have no `lacking`."""
+    """Return rows as tokens, cut to `max_length`, but for those `is_learnt` is false of: they have no `lacking`."""
     without: list[Row] = []
     cut: list[Row] = []
     checked: set[tuple[str, ...]] = set()
