@@ -59,8 +59,8 @@ DATA = (
     Fault(
         "a row is seen twice: two ranks take the same share",
         "common/data/batches.py",
-        "there, back = rank, 2 * self.world_size - 1 - rank",
-        "there, back = max(0, rank - 1), 2 * self.world_size - 1 - max(0, rank - 1)",
+        "there, back = self.rank, 2 * self.world_size - 1 - self.rank",
+        "there, back = max(0, self.rank - 1), 2 * self.world_size - 1 - max(0, self.rank - 1)",
         _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
     ),
     Fault(
@@ -157,8 +157,8 @@ DATA = (
     Fault(
         "classes are numbered in the order of the rows, another one for each file",
         "common/data/texts.py",
-        "    labels = sorted(labels)\n",
-        "    return list(labels)\n",
+        '    labels = sorted({row["label"] for row in splits.train})\n',
+        '    return list({row["label"] for row in splits.train})\n',
         _unit("labelled_data", "labels_that_are_numbers_are_texts_in_the_order_of_numbers"),
     ),
 )
@@ -1000,8 +1000,8 @@ MODELS_AND_ROWS = (
     Fault(
         "rows on disk come in the order of their file, whichever were asked for",
         "common/data/stored_rows.py",
-        "        return RowsOnDisk(self._mapped.select(numbers))\n",
-        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
+        "    return RowsOnDisk(rows.mapped.select(numbers)) if",
+        "    return RowsOnDisk(rows.mapped.select(sorted(numbers))) if",
         _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(

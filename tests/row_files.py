@@ -53,7 +53,7 @@ def text_of(rows: Sequence[Any], kind: str, delimiter: str = ",") -> str:
 def rows_of_file(path: str, run: RunConfig) -> Sequence[Row]:
     """Return the rows of a file, checked, without dividing them into splits."""
     kind = row_kind(run)
-    return checked(chain.from_iterable(splits_of_file(path, kind.holds).values()), path, kind)
+    return checked(chain.from_iterable(splits_of_file(path).values()), path, kind)
 
 
 def put_on_hub(monkeypatch: pytest.MonkeyPatch, **splits: Dataset | list[Row]) -> None:

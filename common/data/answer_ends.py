@@ -1,19 +1,18 @@
 """What ends an answer: learnt from the chat template, and used alike wherever a model answers or is handed on.
 
-A base's tokenizer often names another end token than the mark that ends a turn in its chat template, which is what a
-tuned model learns: a generation that stops at the tokenizer's own would go on behind each answer.
+A base's tokenizer often names another end token than its template writes: generation would go on behind each answer.
 """
 
 import json
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from common.base.errors import BadInputError, begin_of, reading
@@ -21,151 +20,102 @@ from common.base.errors import BadInputError, begin_of, reading
 if TYPE_CHECKING:
     from transformers import GenerationConfig  # it takes seconds to import
 
-RENDERING_S = 5
-"""Seconds of computing that a chat template may take for one conversation: thousands of times what it needs."""
+RENDERING_S = 5  # of computing, for one conversation: thousands of times what it needs
 QUESTION, ANSWER = "Who made it?", "Vance"
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Of a tokenizer's named templates, those that Transformers takes for rows without tools, and with some."""
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # Transformers' names of templates for rows without tools, and with some
 
 
-class SlowTemplateError(BadInputError):
-    """A chat template that computes without end, or nearly so."""
+class _TooSlow(BaseException):
+    """Raised in a chat template; what catches a template's own errors lets it pass."""
 
 
 @contextmanager
 def in_time(what: str) -> Iterator[None]:
-    """Interrupt a chat template that computes for more than `RENDERING_S` seconds; only a main thread can be.
-
-    What counts is this process's computing: it may be suspended, or wait for the machine's others.
-
-    Raises:
-        SlowTemplateError: with `what` it was to write.
-    """
+    """Refuse a chat template that computes for more than `RENDERING_S` seconds; only a main thread is interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(*_: object) -> None:
-        raise SlowTemplateError(
-            f"{what} was not written within {RENDERING_S} seconds of computing: the chat template has loops in loops; "
-            "correct it, or pass another --model."
-        )
+        raise _TooSlow
 
     before = signal.signal(signal.SIGVTALRM, interrupt)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDERING_S)
     try:
         yield
+    except _TooSlow:
+        raise BadInputError(
+            f"{what} was not written within {RENDERING_S} seconds of computing: correct the template's loops in loops."
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
-# -- which template
-
-
-def check_named_templates(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
-    """Refuse a tokenizer with several chat templates of which none is for all rows.
-
-    Raises:
-        BadInputError: with their names, or what stands in a template's place.
-    """
+def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
+    """Refuse chat templates of which none is for rows without tools, or that are no texts."""
     templates = tokenizer.chat_template
-    if isinstance(templates, dict) and DEFAULT not in templates:
+    has_default = not isinstance(templates, dict) or DEFAULT in templates
+    if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
+        found = begin_of(templates if has_default else list(templates), 60)
         raise BadInputError(
-            f"The tokenizer of {model} has chat templates called {', '.join(map(str, templates)) or 'nothing'}, but "
-            f"none called {DEFAULT}, which rows without tools are written with: call one of them so in its "
-            "tokenizer_config.json, or pass another --model."
+            f"The tokenizer of {model} has the chat template {found}, but needs a text, of several one called "
+            f"{DEFAULT}: correct its tokenizer_config.json, or pass another --model."
         )
-    for each in templates_in_use(tokenizer):
-        if not isinstance(each, str):
-            raise BadInputError(
-                f"The tokenizer of {model} has {begin_of(each, 60)!r} as its chat template, which should be a text: "
-                "correct its tokenizer_config.json, or pass another --model."
-            )
 
 
-def templates_in_use(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def templates_in_use(tokenizer: Tokenizer) -> list[str]:
     """Return the templates that conversations are written with: one, or one without and one with tools."""
     templates = tokenizer.chat_template
     named = templates if isinstance(templates, dict) else {DEFAULT: templates}
     return [named[name] for name in (DEFAULT, WITH_TOOLS) if name in named]
 
 
-# -- what it ends answers with
-
-
 @dataclass(frozen=True)
 class AnswerEnd:
-    """What a chat template writes after an answer.
+    """What a chat template writes after an answer: tokens up to the first added one, or else a text, if anything."""
 
-    Attributes:
-        token_id: The first token there with a name of its own (an added one), which ends the answer; None where there
-            is none.
-        text: Without such a token: the text that ends the answer; empty where nothing does.
-        ids: All tokens of it, up to `token_id`.
-    """
-
-    token_id: int | None
-    text: str
     ids: list[int]
+    text: str
+
+    @property
+    def token_id(self) -> int | None:
+        """Return the token that ends an answer, if one does."""
+        return self.ids[-1] if self.ids else None
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, template: str) -> AnswerEnd | None:
-    """Return what a template writes after an answer; None where it does not write a plain conversation.
-
-    Raises:
-        SlowTemplateError: it computes without end.
-    """
-    has_parts = hasattr(tokenizer, "processor")
+def answer_ends(tokenizer: Tokenizer) -> list[AnswerEnd]:
+    """Return what each template in use writes after an answer, unless it does not write a plain conversation."""
+    has_parts, added, ends = hasattr(tokenizer, "processor"), tokenizer.added_tokens_decoder, []
     turns = [
         {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
         for role, text in (("user", QUESTION), ("assistant", ANSWER))
     ]
     what = f"A conversation by the chat template of {tokenizer.name_or_path}"
-    try:
-        with in_time(what), reading(what):
+    for template in templates_in_use(tokenizer):
+        written = ""
+        with in_time(what), suppress(BadInputError), reading(what):  # such as one that wants a system message
             written = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
-    except SlowTemplateError:
-        raise
-    except BadInputError:  # such as one for rows with a system message alone; rows are checked for themselves
-        return None
-    _, found, after = written.rpartition(ANSWER)
-    if not found:
-        return None
-    ids, added = tokenizer(after, add_special_tokens=False)["input_ids"], tokenizer.added_tokens_decoder
-    named = (place for place, number in enumerate(ids) if number in added and added[number].content.strip())
-    place = next(named, None)
-    if place is None:
-        return AnswerEnd(None, after.strip(), ids)
-    return AnswerEnd(ids[place], "", ids[: place + 1])
+        _, found, after = written.rpartition(ANSWER)
+        ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
+        named = (place for place, number in enumerate(ids, 1) if number in added and added[number].content.strip())
+        count = next(named, None)
+        if found:
+            ends.append(AnswerEnd([], after.strip()) if count is None else AnswerEnd(ids[:count], ""))
+    return ends
 
 
-def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[AnswerEnd]:
-    """Return what each template in use writes after an answer, as far as that can be learnt.
-
-    Raises:
-        SlowTemplateError: a template computes without end.
-    """
-    found = (answer_end(tokenizer, template) for template in templates_in_use(tokenizer))
-    return [each for each in found if each]
-
-
-def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
-    """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one.
-
-    Raises:
-        SlowTemplateError: a template computes without end.
-    """
+def say_ends(tokenizer: Tokenizer, model: str) -> str:
+    """Return one line where answers end otherwise than by the tokenizer's end token; else an empty one."""
     ends = answer_ends(tokenizer)
     if not all(end.token_id is not None or end.text for end in ends):
         return (
             f"WARNING: the chat template of {model} writes nothing after an answer, so that a model cannot learn where "
             "to end: answers go on up to --max_new_tokens; let the template write an end, such as {{ eos_token }}"
         )
-    others = [end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id]
-    if not others:
+    end = next((end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id), None)
+    if end is None:
         return ""
-    end = others[0]
     if end.text:
         return (
             f"{model}: answers end with the text {end.text!r}, by its chat template, which is no token: generation "
@@ -176,22 +126,14 @@ def say_ends(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     return f"{model}: answers end with {name}, by its chat template ({own}): generation stops there, too"
 
 
-# -- where generation stops
-
-
 @dataclass(frozen=True)
 class Stops:
-    """All that generation stops at.
-
-    Attributes:
-        token_ids: Of tokens; the tokenizer's own end token comes first.
-        texts: What ends an answer and is no token.
-    """
+    """What generation stops at: tokens, the tokenizer's own end token first, and texts that are no token."""
 
     token_ids: tuple[int, ...]
     texts: tuple[str, ...]
 
-    def settings(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what `generate` is told."""
         ids = list(self.token_ids) or None
         by_texts = {"stop_strings": list(self.texts)} if self.texts else {}
@@ -204,12 +146,8 @@ class Stops:
         return answer
 
 
-def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | None = None) -> Stops:
-    """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config.
-
-    Raises:
-        SlowTemplateError: a template computes without end.
-    """
+def stops_of(tokenizer: Tokenizer, known: int | Sequence[int] | None = None) -> Stops:
+    """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config."""
     ends = answer_ends(tokenizer)
     of_config = [known] if isinstance(known, int) else known or []
     ids = (tokenizer.eos_token_id, *(end.token_id for end in ends), *of_config)
@@ -219,20 +157,16 @@ def stops_of(tokenizer: PreTrainedTokenizerBase, known: int | Sequence[int] | No
     )
 
 
-def saved_stops(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Stops:
-    """Return where the model that was saved in a folder stops; see `stops_of`."""
+def saved_stops(folder: Path, tokenizer: Tokenizer) -> Stops:
+    """Return where the model that was saved in a folder stops."""
     return stops_of(tokenizer, _saved_settings(folder).get("eos_token_id"))
 
 
-def save_stops(folder: Path, tokenizer: PreTrainedTokenizerBase, base: "GenerationConfig | None" = None) -> None:
-    """Write where generation stops into a folder's generation config, beside what it has, or else the `base`'s has.
-
-    A text that ends answers is not: Transformers' `generate` and pipelines would fail wherever no tokenizer is passed.
-    """
+def save_stops(folder: Path, tokenizer: Tokenizer, base: "GenerationConfig | None" = None) -> None:
+    """Write the tokens that generation stops at into a folder's generation config, or a copy of the `base`'s."""
     settings = _saved_settings(folder) or (json.loads(base.to_json_string()) if base else {})
-    stops = stops_of(tokenizer, settings.get("eos_token_id"))
-    ids = list(stops.token_ids)
-    settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None
+    ids = list(stops_of(tokenizer, settings.get("eos_token_id")).token_ids)
+    settings["eos_token_id"] = ids[0] if len(ids) == 1 else ids or None  # with texts `generate` wants a tokenizer
     written = json.dumps(settings, indent=2, sort_keys=True) + "\n"  # as Transformers writes it
     (folder / GENERATION_CONFIG_NAME).write_text(written, encoding="utf-8")
 

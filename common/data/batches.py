@@ -9,12 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
-from transformers import (
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels
@@ -25,10 +21,7 @@ Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
 def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
-    """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end.
-
-    In validation they are always padded. Of rows end to end lengths and labels are means, rounded up.
-    """
+    """Return the shape of the largest batch that can come up; of rows end to end with mean lengths, rounded up."""
     longest = heapq.nlargest(batch_size, rows, key=tokens_in)
     if is_training and run.is_padding_free:
         tokens, learnt = sum(map(tokens_in, longest)), sum(map(labels_in, longest))
@@ -42,13 +35,10 @@ def longest_first(rows: Sequence[Tokens]) -> Sequence[Tokens]:
     return take(rows, sorted(range(len(lengths)), key=lambda number: -lengths[number]))
 
 
-def make_collator(
-    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None, multiple: int = 0
-) -> Collate:
-    """Return a collator that pads a batch to its longest row, on the right, without attention and labels there.
+def make_collator(tokenizer: Tokenizer, model: PreTrainedModel | None = None, multiple: int = 0) -> Collate:
+    """Return a collator that pads a batch on the right, without attention and labels there, to a `multiple` of tokens.
 
-    `multiple`: the length becomes the next multiple of so many tokens; 0 = it stays. With an encoder-decoder as `model`
-    the batch also has the decoder's inputs: the labels shifted right by one.
+    With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels shifted right by one.
     """
     return DataCollatorForSeq2Seq(
         tokenizer, model=model, label_pad_token_id=IGNORED_LABEL, pad_to_multiple_of=multiple or None
@@ -56,10 +46,7 @@ def make_collator(
 
 
 def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the places of rows in groups of at most `max_tokens` tokens.
-
-    Each row goes to the first group that has room for it (first fit), and into one of its own where none has.
-    """
+    """Return the places of rows in groups of at most `max_tokens` tokens, by first fit; a longer row has its own."""
     groups: list[list[int]] = []
     room: list[int] = []
     for place, length in enumerate(lengths):
@@ -73,10 +60,7 @@ def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def lay_end_to_end(rows: list[Tokens]) -> dict[str, Any]:
-    """Collate rows into one of all their tokens, with positions and borders for attention, and nothing padded.
-
-    No row's first token has a label, so that none is predicted from the row before.
-    """
+    """Collate rows into one, with positions and borders for attention, and no label on a row's first token."""
     numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
     return {**_FLATTEN(rows), **numbers}
 
@@ -88,14 +72,12 @@ class TrainingRows(Dataset[Tokens]):
     """Tokenized rows that know their numbers, so that a run can prove which rank saw which row."""
 
     def __init__(self, rows: Sequence[Tokens]) -> None:
-        """`rows`: from `tokens_of`."""
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return row `number`, or for `NO_ROW` a filler."""
         return {**(filler_like(self.rows[0]) if number == NO_ROW else self.rows[number]), "row": number}
 
 
@@ -104,9 +86,7 @@ def filler_like(row: Tokens) -> Tokens:
     return without_labels(row if "picture" in row else first_tokens(row, 2))
 
 
-SORTED_STEPS = 4
-"""Of rows that are padded: steps whose rows are sorted by length together. Little is padded, and rows yet have other
-neighbours in each epoch."""
+SORTED_STEPS = 4  # whose rows are sorted by length together: few, so that neighbours change by epoch
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -116,10 +96,9 @@ class EpochBatches(Sampler[list[int]]):
     into the steps' batches, so that little is padded; the order of the steps is shuffled again, as going from long to
     short rows teaches less per epoch. With windows of one step the order is random.
 
-    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out to the ranks
-    longest row first, there and back, so that ranks have about the same work. Every rank has the same number of
-    batches; where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's
-    samplers repeat or drop rows there, and one device would then not see the rows that two see.)
+    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out longest row
+    first, there and back, so that ranks have about the same work. Where the last batches have fewer rows than ranks,
+    the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat or drop rows there.)
     """
 
     def __init__(
@@ -148,10 +127,7 @@ class EpochBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def steps(self) -> Iterator[list[int]]:
-        """Yield the rows of each of the epoch's optimizer steps, part after part, each longest first.
-
-        They are the same on every rank.
-        """
+        """Yield the rows of each of the epoch's optimizer steps, part after part, each longest first."""
         generator = torch.Generator().manual_seed(self.seed * 10_007 + self.epoch)
         orders = [[part[n] for n in torch.randperm(len(part), generator=generator).tolist()] for part in self.parts]
         size = self.rows_at_once * self.accumulation_steps
@@ -175,17 +151,13 @@ class EpochBatches(Sampler[list[int]]):
         return [[row for rows in by_part for row in rows[start : start + size]] for start in starts]
 
     def own(self, rows: list[int]) -> list[int]:
-        """Return this rank's share of the rows that all compute at once."""
-        return self.share(rows, self.rank)
-
-    def share(self, rows: list[int], rank: int) -> list[int]:
-        """Return a rank's share of the rows that all compute at once: dealt from first to last rank, and back."""
-        there, back = rank, 2 * self.world_size - 1 - rank
+        """Return this rank's share of the rows that all compute at once: dealt from first to last rank, and back."""
+        there, back = self.rank, 2 * self.world_size - 1 - self.rank
         own = [row for place, row in enumerate(rows) if place % (2 * self.world_size) in (there, back)]
         return own or [NO_ROW]
 
     def global_batches(self) -> Iterator[list[int]]:
-        """Yield the rows that all ranks compute at once; the same on every rank."""
+        """Yield the rows that all ranks compute at once; alike on every rank."""
         for step in self.steps():
             yield from self.micro_batches(step)
 
@@ -193,7 +165,6 @@ class EpochBatches(Sampler[list[int]]):
         return map(self.own, self.global_batches())
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch, the same on every rank."""
         shortest, longest = min(map(len, self.parts)), max(map(len, self.parts))
         full_steps = shortest // (self.rows_at_once * self.accumulation_steps)
         rest = longest - full_steps * self.rows_at_once * self.accumulation_steps
@@ -212,21 +183,19 @@ def partition(row_count: int, parts: int, seed: int) -> list[list[int]]:
 
 
 class PartitionedBatches(EpochBatches):
-    """Draw the batches of ranks that each have their own part of the rows, the same part in every epoch.
+    """Draw the batches of ranks that each have their own part of the rows, so that a machine may hold that alone.
 
-    So a machine may hold its own part alone. A step has `batch_size` rows of each part and micro-batch, however many
-    ranks there are: fewer ranks than parts, say after a machine was lost, take several parts each, and their steps
-    stay the same. Order and padding are those of `EpochBatches`, within each part.
+    A step has `batch_size` rows of each part and micro-batch, however many ranks there are: fewer ranks than parts, say
+    after a machine was lost, take several parts each. Order and padding are those of `EpochBatches`, within each part.
     """
 
     def __init__(self, *args: Any, parts: int, **kwargs: Any) -> None:
-        """`parts`: of the rows, at least one for each rank; the rest goes to `EpochBatches`."""
         super().__init__(*args, **kwargs)
         self._draw_from(partition(len(self.lengths), parts, self.seed), self.batch_size)
 
-    def share(self, rows: list[int], rank: int) -> list[int]:
-        """Return those of `rows` that are in a rank's parts."""
-        return [row for row in rows if self.part_of[row] % self.world_size == rank] or [NO_ROW]
+    def own(self, rows: list[int]) -> list[int]:
+        """Return those of `rows` that are in this rank's parts."""
+        return [row for row in rows if self.part_of[row] % self.world_size == self.rank] or [NO_ROW]
 
 
 class RepeatedBatch(EpochBatches):
@@ -240,7 +209,7 @@ class RepeatedBatch(EpochBatches):
         """Return the rows, once for each accumulation step."""
         return [step] * self.accumulation_steps
 
-    def share(self, rows: list[int], rank: int) -> list[int]:
+    def own(self, rows: list[int]) -> list[int]:
         """Return all rows."""
         return rows
 

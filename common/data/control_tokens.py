@@ -1,14 +1,14 @@
 """Control tokens of a tokenizer, such as `<|im_end|>`, inside users' texts: found, counted, and encoded as text.
 
-What a template or the tokenizer itself writes stays a control token. So does an added token that is no special one
-(`<think>`, `<tool_call>`): models say these, and rows have them in their answers.
+An added token that is no special one (`<think>`, `<tool_call>`) stays a token: models say these.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import mark_control_tokens
 
 from common.base.errors import BadInputError
@@ -16,12 +16,10 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.data.rows import Row, place_of
 
-AS_TEXT = {"split_special_tokens": True, "verbose": False}
-"""Settings of a tokenizer for a text without a template: what looks like a control token is text. Says nothing of texts
-that are longer than the model reads."""
+AS_TEXT = {"split_special_tokens": True, "verbose": False}  # control tokens in a text are text
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Return what finds a control token of the tokenizer in a text, of several that begin there the longest."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     picture = getattr(getattr(tokenizer, "processor", None), "image_token", "")  # a row that has it is refused
@@ -50,21 +48,15 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(each)
 
 
-def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
-    """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says.
-
-    Raises:
-        BadInputError: with the first token and its row; also where the tokenizer cannot encode it as text.
-    """
-    pattern, total, count = control_tokens(tokenizer), 0, 0
+def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, run: RunConfig) -> None:
+    """Say how many rows have control tokens in their texts, or refuse them, as `control_tokens` of the run says."""
+    pattern, count, total = control_tokens(tokenizer), 0, sum(map(len, splits))
     first_of: dict[str, Row] = {}
-    for rows in splits:
-        total += len(rows)
-        for row in rows:
-            token = control_token_in(row, pattern)
-            if token:
-                count += 1
-                first_of.setdefault(token, row)
+    for row in chain.from_iterable(splits):
+        token = control_token_in(row, pattern)
+        if token:
+            count += 1
+            first_of.setdefault(token, row)
     if not first_of:
         return
     token, first = next(iter(first_of.items()))
@@ -73,17 +65,13 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
         f"(the first: {token!r} in {place_of(first)})"
     )
     if run.control_tokens == "refuse":
-        raise BadInputError(
-            f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text, by which they are "
-            "read as text."
-        )
+        raise BadInputError(f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text.")
     for token, row in first_of.items():
         ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
         # a model of pieces (Unigram) may have it as a piece
         if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
             raise BadInputError(
-                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot encode as text, only as its "
-                "control token: take it out."
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot write as text: take it out."
             )
     has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
     say_once(
@@ -93,10 +81,7 @@ def check_control_tokens(splits: Iterable[Sequence[Row]], tokenizer: PreTrainedT
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return messages or tools with their control tokens marked, for `encode_marked_chat`.
-
-    Also in keys, which Transformers leaves out, and models write: arguments of a call may have any name.
-    """
+    """Return messages or tools, keys included, with their control tokens marked, for `encode_marked_chat`."""
     if isinstance(value, dict):
         return {marked(key, pattern): marked(each, pattern) for key, each in value.items()}
     if isinstance(value, list):

@@ -4,8 +4,7 @@ import codecs
 import os
 import re
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader, TextIOWrapper
@@ -14,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
-from charset_normalizer import CharsetMatches, from_bytes
+from charset_normalizer import from_bytes
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
@@ -24,14 +23,11 @@ from common.data.stored_rows import BATCH_ROWS, stored
 from common.data.tables import parse_csv, parse_json, parse_paragraphs
 from common.data.tool_calls import as_written
 
-ARROW = ".arrow"
-"""What `save_to_disk` of `datasets` writes."""
+ARROW = ".arrow"  # what `save_to_disk` of `datasets` writes
 BINARY = (".parquet", ARROW)
-TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)
-"""Files of rows with columns."""
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)  # files of rows with columns
 TEXT_FILE = ".txt"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-"""After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of Git LFS instead of the file: run `git lfs pull` in its folder",
@@ -43,20 +39,14 @@ BEGINNINGS = {
 """What files begin with that are not what their names say."""
 BEGIN_BYTES = 64
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-NOT_FOUND = (404, 410)
-"""Answers of HTTP by which there is no such file."""
-PIECE = 2**24
-"""Characters of a line that are read at once."""
-LONGEST_LINE = 2**30
-"""Characters of a line, at most: a list in JSON is often a single one."""
+NOT_FOUND = (404, 410)  # answers of HTTP: there is no such file
+PIECE, LONGEST_LINE = 2**24, 2**30  # characters of a line: read at once, and at most
 BOMB_CHARACTERS, BOMB_LINES, BOMB_RATIO = 2**26, 2**17, 1_000
 """What a compressed file may become: so many characters, or as many times its size; so many lines, or one a byte."""
-SAMPLE_LINES, SAMPLE_BYTES = 2_000, 2**18
-"""Lines before and after one that is not UTF-8, by whose last and first bytes its encoding is guessed."""
+SAMPLE_BYTES, SHOWN_AROUND = 2**18, 30  # around a byte that is not UTF-8: by these the encoding is guessed
 WESTERN = "cp1252"
 OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
 """Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""
-SHOWN_AROUND = 30
 
 
 def is_url(source: str) -> bool:
@@ -70,7 +60,7 @@ def is_http(source: str) -> bool:
 
 
 def suffixes_of(source: str) -> tuple[str, str]:
-    """Return the suffix of a file or URL, and that of its compression: `.csv` and `.gz` of `rows.csv.gz`."""
+    """Return a file's or URL's suffix, and that of its compression: `.csv` and `.gz` of `https://a/rows.csv.gz?b=c`."""
     path = urlsplit(source).path if is_http(source) else source
     *_, inner, last = "", "", *PurePosixPath(path.lower()).suffixes
     if last in COMPRESSED and inner:
@@ -80,50 +70,32 @@ def suffixes_of(source: str) -> tuple[str, str]:
 
 
 def suffix_of(source: str) -> str:
-    """Return the suffix of a file or URL, without that of its compression: `.csv` of `https://host/rows.csv.gz?a=b`.
-
-    Raises:
-        BadInputError: it is an archive, or a Parquet file that was compressed once more.
-    """
+    """Return the suffix of a file or URL without that of its compression; refuse an archive, or compressed Parquet."""
     suffix, compression = suffixes_of(source)
     if suffix in ARCHIVES or (compression and suffix in BINARY):
         raise BadInputError(
-            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with the file or "
-            f"folder that was in it ({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
+            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with what was in it "
+            f"({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
         )
     return suffix
 
 
 def checked(found: Found, source: str, kind: RowKind) -> Sequence[Row]:
-    """Return the rows of a file, folder or dataset; many are kept on disk.
-
-    Raises:
-        BadInputError: there is none, or one is malformed.
-    """
+    """Return the rows of a file, folder or dataset, of which there must be one; many are kept on disk."""
     rows = stored(kind.check(found, source), f"reading {source}")
     if not rows:
-        raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
+        raise BadInputError(f"The data file {source} is empty: fill it, {kind.holds}.")
     return rows
 
 
-def splits_of_file(source: str, holds: str) -> dict[str, Found]:
-    """Return what each row of a file holds, and where it stands, by split: `train` alone, but for some JSON.
-
-    A file is read as its rows are asked for, so that it may be larger than memory (but for a list in JSON).
-
-    Args:
-        source: A path or URL, with a suffix that is read.
-        holds: What should stand in the file.
-
-    Raises:
-        BadInputError: the file is missing, cannot be read, or is no file of its kind.
-    """
+def splits_of_file(source: str) -> dict[str, Found]:
+    """Return the rows of a file, read as they are asked for, and their places, by split: `train`, but for some JSON."""
     if any("\ud800" <= letter <= "\udfff" for letter in source):  # bytes that Python could not decode
         raise BadInputError(f"The name of the data file {source!a} is not UTF-8: rename it.")
     suffix = suffix_of(source)
     if suffix in BINARY:
-        return {"train": _binary_rows(source, suffix, holds)}
-    lines = lines_of(source, holds)
+        return {"train": _binary_rows(source, suffix)}
+    lines = lines_of(source)
     if suffix == TEXT_FILE:
         return {"train": parse_paragraphs(lines, source)}
     if suffix in (".csv", ".tsv"):
@@ -131,18 +103,10 @@ def splits_of_file(source: str, holds: str) -> dict[str, Found]:
     return parse_json(lines, source)
 
 
-# -- texts
-
-
-def lines_of(source: str, holds: str) -> Iterator[str]:
-    """Yield the lines of a text file with their ends; `holds` says what should stand in it.
-
-    Raises:
-        BadInputError: it is missing, cannot be read, seems to have no end, or is not UTF-8 (or UTF-16 with its mark);
-            says which encoding it probably has.
-    """
+def lines_of(source: str) -> Iterator[str]:
+    """Yield the lines of a text file with their ends; it is UTF-8, or UTF-16 or UTF-32 with their marks."""
     packed_bytes = sys.maxsize if is_url(source) or not suffixes_of(source)[1] else os.path.getsize(source)
-    with _refusing(source, holds), _opened(source) as file:
+    with _refusing(source), _opened(source) as file:
         begin = file.peek(BEGIN_BYTES)[:BEGIN_BYTES]
         _check_begin(begin, source)
         encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if begin.startswith(mark)), "utf-8-sig")
@@ -153,15 +117,14 @@ def lines_of(source: str, holds: str) -> Iterator[str]:
 
 
 @contextmanager
-def _refusing(source: str, holds: str) -> Iterator[None]:
-    """Refuse a file that cannot be read, in the words of its library."""
+def _refusing(source: str) -> Iterator[None]:
     with reading(f"The data file {source}", "Correct --data."):
         try:
             yield
         except FileNotFoundError as error:
             if error.__cause__ is not None and getattr(error.__cause__, "status", 0) not in NOT_FOUND:
                 raise error.__cause__ from None  # fsspec's HTTP says the same of a host that does not answer
-            raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
+            raise BadInputError(f"The data file {source} does not exist: correct --data.") from None
         except ImportError as error:
             raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
 
@@ -184,10 +147,9 @@ def text_of(source: str) -> str:
 
 
 def _check_begin(begin: bytes, source: str) -> None:
-    """Refuse a file that is of another kind than its name says, by what it begins with."""
-    said = next((said for mark, said in BEGINNINGS.items() if begin.startswith(mark)), "")
-    if said:
-        raise BadInputError(f"The data file {source} is {said}.")
+    for mark, said in BEGINNINGS.items():
+        if begin.startswith(mark):
+            raise BadInputError(f"The data file {source} is {said}.")
 
 
 def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterator[str]:
@@ -198,10 +160,7 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
         parts.append(piece)
         read += len(piece)
         if len(parts) * PIECE > LONGEST_LINE:
-            raise BadInputError(
-                f"{source}, line {number + 1} has more than {LONGEST_LINE:,} characters: give each row a line of its "
-                "own, as .jsonl."
-            )
+            raise BadInputError(f"{source}, line {number + 1} has more than {LONGEST_LINE:,} characters: divide it.")
         if read > most_characters or number > most_lines:
             raise _is_bomb(source)
         if len(piece) < PIECE or piece.endswith("\n"):
@@ -214,57 +173,41 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
 def _is_bomb(source: str) -> BadInputError:
     return BadInputError(
         f"The data file {source} grows to more than {BOMB_RATIO:,} times its size when it is unpacked, or has more "
-        "rows than bytes: it is damaged, or holds one text again and again; unpack it, and look at it."
+        "rows than bytes: unpack it, and look at it."
     )
 
 
 def _not_utf8(source: str) -> BadInputError:
-    """Return the refusal of a file, with its first line that is not UTF-8."""
-    before, offset = deque[bytes](maxlen=SAMPLE_LINES), 0
+    offset = 0
     with _opened(source) as file:
         for number, line in enumerate(iter(lambda: file.readline(PIECE), b""), 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                begin = max(0, error.start - SAMPLE_BYTES)
-                around = line[begin : error.start + SAMPLE_BYTES]
-                sample = b"".join(before)[-SAMPLE_BYTES:] + around + file.read(SAMPLE_BYTES)
-                likely = _said_of(_likely(from_bytes(sample)), around, error.start - begin)
-                return BadInputError(f"{source} is not UTF-8 (line {number}, byte {offset + error.start}){likely}.")
-            before.append(line[-SAMPLE_BYTES:])
+                begin, place = max(0, error.start - SAMPLE_BYTES), offset + error.start
+                likely = _likely(line[begin:], error.start - begin, file.read(SAMPLE_BYTES))
+                return BadInputError(f"{source} is not UTF-8 (line {number}, byte {place}){likely}.")
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
 
 
-def _likely(matches: CharsetMatches) -> str:
-    """Return the encoding that a text probably has; empty where none is possible."""
+def _likely(line: bytes, place: int, following: bytes) -> str:
+    """Return which encoding a line probably has, and how it reads around a byte, so that a wrong guess is seen."""
+    matches = from_bytes(line[: place + SAMPLE_BYTES] + following)
     best = matches.best()
     if best is None:
-        return ""
-    is_western = any(WESTERN in match.could_be_from_charset for match in matches)
-    return WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
-
-
-def _said_of(encoding: str, line: bytes, place: int) -> str:
-    """Return how the part of a line around a byte reads in an encoding, so that a wrong guess is seen; and a remedy."""
-    if not encoding:
         return ": save it as UTF-8"
-    before = line[:place].decode(encoding, "ignore")
-    begin = max(0, len(before) - SHOWN_AROUND)
-    part = line.decode(encoding, "ignore")[begin : len(before) + SHOWN_AROUND]
-    name = codecs.lookup(encoding).name.replace("_", "-")
-    return (
-        f"; it is probably {encoding}, in which the line reads {part.strip()!r}: save it as UTF-8, as by `iconv -f "
-        f"{name} -t utf-8 old > new`"
-    )
+    is_western = any(WESTERN in match.could_be_from_charset for match in matches)
+    encoding = WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
+    before, after = (part.decode(encoding, "ignore") for part in (line[:place], line[place:]))
+    part, name = (before[-SHOWN_AROUND:] + after[:SHOWN_AROUND]).strip(), codecs.lookup(encoding).name.replace("_", "-")
+    said = f"; it is probably {encoding}, in which the line reads {part!r}"
+    return f"{said}: save it as UTF-8, as by `iconv -f {name} -t utf-8 old > new`"
 
 
-# -- Parquet and Arrow
-
-
-def _binary_rows(source: str, suffix: str, holds: str) -> Found:
+def _binary_rows(source: str, suffix: str) -> Found:
     """Yield the rows of a file of Parquet or Arrow; one behind a URL is downloaded into the cache of `datasets`."""
-    with _refusing(source, holds):
+    with _refusing(source):
         path = source
         if is_url(source):
             from datasets import DownloadManager  # here: it takes two seconds to import
@@ -285,41 +228,33 @@ def _parquet_rows(path: str, source: str) -> Iterator[Row]:
     import pyarrow as pa  # here: few runs need them
     import pyarrow.parquet as pq
 
-    file, size, read, features = pq.ParquetFile(path), os.path.getsize(path), 0, None
+    file, size, read = pq.ParquetFile(path), os.path.getsize(path), 0
     if file.metadata.num_rows > size:
         raise _is_bomb(source)
-    if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` has written how to read its columns
-        from datasets import Features
-
-        features = Features.from_arrow_schema(file.schema_arrow)
+    metadata = file.schema_arrow.metadata or {}
     for batch in file.iter_batches(BATCH_ROWS):
         read += batch.nbytes
         if read > max(BOMB_CHARACTERS, BOMB_RATIO * size):
             raise _is_bomb(source)
-        table = pa.Table.from_batches([batch])
-        yield from _named([table], features) if features else map(as_written, table.to_pylist())
+        table = pa.Table.from_batches([batch]).replace_schema_metadata(metadata)
+        if b"huggingface" in metadata:  # `datasets` has written how to read its columns
+            from datasets import Dataset  # here, as above
+
+            yield from with_names(Dataset(table, fingerprint="rows"))
+        else:
+            yield from map(as_written, table.to_pylist())
 
 
 def with_names(rows: Any) -> Iterator[Row]:
-    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty.
-
-    Pictures and the like come as they are stored, and are not decoded.
-    """
-    return _named([rows.data], rows.features)
-
-
-def _named(tables: Iterable[Any], features: Any) -> Iterator[Row]:
-    """Yield the rows of tables with these features; see `with_names`."""
+    """Yield the rows of a dataset, with names for numbers of classes, and pictures and the like as they are stored."""
     from datasets import Dataset, Features  # here, as above
 
-    stored_so = Features({column: _undecoded(feature) for column, feature in features.items()})
-    metadata = stored_so.arrow_schema.metadata
-    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
-    for table in tables:
-        for row in Dataset(table.replace_schema_metadata(metadata), fingerprint="rows"):
-            numbers = {column: row[column] for column in classes}
-            names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
-            yield as_written({**row, **names})
+    stored_so = Features({column: _undecoded(feature) for column, feature in rows.features.items()})
+    classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
+    for row in Dataset(rows.data.replace_schema_metadata(stored_so.arrow_schema.metadata), fingerprint="rows"):
+        numbers = {column: row[column] for column in classes}
+        names = {column: "" if n is None or n < 0 else classes[column].int2str(n) for column, n in numbers.items()}
+        yield as_written({**row, **names})
 
 
 def _undecoded(feature: Any) -> Any:

@@ -16,31 +16,20 @@ from common.data.files import BINARY, COMPRESSED, NOT_FOUND, is_http, is_url, su
 from common.data.row_checks import say_once
 from common.data.rows import SPLIT_WORDS, RowKind, shown, split_named
 
-LEVELS = 3
-"""Folders within each other in which files are looked for: `DATA/english/train/0000.parquet`."""
+LEVELS = 3  # of folders in which files are looked for: `DATA/english/train/0000.parquet`
 IGNORED = re.compile(r"(^|/)(\.|__|cache-.*\.arrow$|dataset_(infos?|dict)\.json$|config\.json$)")
 """Hidden files, and those of `datasets` that hold no rows of a split."""
-SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}\b.*")
-"""How `datasets` names the parts of a split."""
-FORBIDDEN = (401, 403)
-"""Answers of HTTP by which a file is not there, either: many stores forbid what they do not have."""
+SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}\b.*")  # how `datasets` names parts of a split
+FORBIDDEN = (401, 403)  # so many stores answer for what they do not have
 
 
 def names_below(folder: str, suffixes: Sequence[str]) -> list[str]:
-    """Return the files below a folder of this machine or behind a URL, by their paths from there; hidden ones not.
-
-    Where HTTP lists nothing, files that are called by a split alone are asked for.
-
-    Raises:
-        BadInputError: it cannot be read.
-    """
+    """Return the files below a folder, by their paths from there; by HTTP only those called by a split are found."""
     with reading(f"The folder {folder}", "Correct --data, or pass the file of training rows itself."):
-        if not is_url(folder):
-            names = _names_here(folder)
-        elif is_http(folder):
+        if is_http(folder):
             names = _names_asked_for(folder, suffixes)
         else:
-            names = _names_listed(folder)
+            names = _names_listed(folder) if is_url(folder) else _names_here(folder)
         return sorted(name for name in names if not IGNORED.search(name))
 
 
@@ -81,33 +70,19 @@ def _is_there(system: fsspec.AbstractFileSystem, url: str) -> bool:
 
 
 def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[str]]:
-    """Return the paths or URLs of the files of each split, with the splits as the folder calls them.
-
-    A folder that `save_to_disk` wrote, or with the card of a dataset of the Hub, says itself which they are.
-
-    Args:
-        folder: A path or URL.
-        kind: Of the rows.
-        config: Which of the configurations of a card; empty = its default, or the only one.
-
-    Raises:
-        BadInputError: the folder or its card cannot be read, or the card has no such configuration.
-    """
+    """Return the paths or URLs of each split's files; `config`: of a card, empty = its default, or the only one."""
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
     if config and not found:
-        raise BadInputError(
-            f"dataset_config is {config!r}, but no card (README.md) in the folder {folder} names it: leave it out."
-        )
+        raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it: drop it.")
     found = found or by_names(names, kind.suffixes)
     if not found:
         there = f" (there are: {shown(names)})" if names else ""
-        raise BadInputError(
-            f"The data file {folder}/train{kind.suffixes[0]} does not exist{there}: make it, {kind.holds}."
-        )
+        train = f"{folder}/train{kind.suffixes[0]}"
+        raise BadInputError(f"The data file {train} does not exist{there}: make it, {kind.holds}.")
     read = {name for files in found.values() for name in files}
     known = _all_suffixes(kind.suffixes)
-    others = [name for name in names if name not in read and _whole_suffix(name) in known]
+    others = [name for name in names if name not in read and "".join(suffixes_of(name)) in known]
     say_once(f"{folder}: these files are not read: {shown(others)}" if others else "")
     for split, files in found.items():
         say_once(f"{folder}: {split} is in {len(files):,} files ({shown(files)})" if len(files) > 1 else "")
@@ -138,10 +113,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
         return {}
     name = config or next(iter(defaults or configs) if defaults or len(configs) == 1 else iter([""]))
     if name not in configs:
-        raise BadInputError(
-            f"{folder} has the configurations {', '.join(configs)}, and dataset_config is {config!r}: pass one of them "
-            "as --dataset_config."
-        )
+        raise BadInputError(f"dataset_config is {config!r}, but {folder} has {', '.join(configs)}: pass one of them.")
     with reading(card, f"Correct its configuration {name}."):
         start = f"{configs[name].get('data_dir', '').strip('./')}/".lstrip("/")
         below = [each.removeprefix(start) for each in names if each.startswith(start)]
@@ -156,10 +128,8 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
         }
     lacking = next((split for split, files in found.items() if not files), None)
     if lacking:
-        raise BadInputError(
-            f"The card of {folder} says that {lacking} is {', '.join(patterns[lacking])}, but there is no such file: "
-            "fetch it, or correct the card."
-        )
+        listed = ", ".join(patterns[lacking])
+        raise BadInputError(f"The card of {folder} says that {lacking} is {listed}, but there is none: fetch it.")
     found = found or by_names(below, suffixes)
     return {split: [start + each for each in files] for split, files in found.items()}
 
@@ -173,7 +143,7 @@ def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[st
     order = {suffix: place for place, suffix in enumerate(_all_suffixes(suffixes))}
     splits: dict[str, list[str]] = {}
     for name in names:
-        if _whole_suffix(name) in order:
+        if "".join(suffixes_of(name)) in order:
             splits.setdefault(_split_of(name), []).append(name)
     unnamed = splits.pop("", [])
     if unnamed and "train" not in splits:
@@ -184,7 +154,7 @@ def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[st
 def _of_one_kind(files: list[str], split: str, order: dict[str, int]) -> list[str]:
     words, groups = SPLIT_WORDS.get(split, ()), {}
     for file in files:
-        stem, suffix = PurePosixPath(file).name.partition(".")[0].lower(), _whole_suffix(file)
+        stem, suffix = PurePosixPath(file).name.partition(".")[0].lower(), "".join(suffixes_of(file))
         is_shard = SHARD.fullmatch(PurePosixPath(file).name)
         surest = words.index(stem) if stem in words and "/" not in file else len(words) + (not is_shard)
         groups.setdefault((surest, suffix), []).append(file)
@@ -204,8 +174,3 @@ def _split_of(name: str) -> str:
 def _all_suffixes(suffixes: Sequence[str]) -> list[str]:
     """Return the suffixes with and without compression, in the order in which they are preferred."""
     return [*suffixes, *(suffix + packed for packed in COMPRESSED for suffix in suffixes if suffix not in BINARY)]
-
-
-def _whole_suffix(name: str) -> str:
-    """Return the suffix of a file, with that of its compression."""
-    return "".join(suffixes_of(name))

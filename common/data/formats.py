@@ -1,7 +1,4 @@
-"""Formats of rows that hold a conversation or plain text: each is recognised by its columns.
-
-A conversation is turned into `messages`; plain text stays as it is.
-"""
+"""Formats of rows: each is recognised by its columns, and turned into `messages`, or is plain text."""
 
 import math
 import re
@@ -16,8 +13,7 @@ from common.base.specs import TASKS
 from common.data.rows import Row, place_of
 from common.data.tool_calls import from_text
 
-Message = dict[str, object]
-"""`role` and `content`; an assistant's may have `tool_calls` instead of a content."""
+Message = dict[str, object]  # `role` and `content`; an assistant's may have `tool_calls` instead of a content
 
 ROLES = {
     "human": "user", "user": "user", "prompter": "user",
@@ -26,65 +22,41 @@ ROLES = {
     "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 """Names that speakers have in ShareGPT's files, and the roles that chat templates know."""
-ROLE_NAMES = sorted(set(ROLES.values()))
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
-WEIGHTS = ("weight", "train", "training", "loss")
-"""Keys of messages that say whether they are learnt: OpenAI's, and those of other trainers."""
-RENAMED = ("from", "value", *WEIGHTS)
-"""Keys of messages that have other names once they are normalised."""
-LIST_BEGIN = re.compile(r"\s*\[")
+WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI's key for what is not learnt, and other trainers'
 MESSAGES_BEGIN = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]""")
-KEPT = ("facts", "tools")
-"""Columns of conversations that are used besides `id` and those of a format."""
+KEPT = ("facts", "tools")  # columns of conversations that are used besides `id` and those of a format
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format by its columns, in lower case."""
+    """A format by its columns in lower case; `messages` returns a row's conversation, and is None for plain text."""
 
     name: str
     needs: tuple[str, ...]
-    """Columns that every row has."""
-    takes: tuple[str, ...]
-    """Columns that a row may have besides."""
     messages: Callable[[Row], object] | None
-    """Return the conversation; `normalised` renames what is in it. None: the row is plain text."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether rows are plain texts, of which every token is learnt."""
-        return self.messages is None
 
     def __str__(self) -> str:
-        """Return the name with the columns unless it is theirs, for a printed line."""
         return self.name if self.needs == (self.name,) else f"{self.name} ({', '.join(self.needs)})"
 
     def convert(self, row: Row, where: str) -> Row:
-        """Return the row's `messages` or its `text`, with what else is used of it: its `id` and `KEPT`.
-
-        Other columns are left out: they would fill memory, and not all that `datasets` reads can be kept on disk.
-
-        Raises:
-            BadInputError: the row lacks a column, or holds no conversation.
-        """
-        names = {str(name).lower(): name for name, value in row.items() if value is not None}
-        missing = [name for name in self.needs if name not in names]
+        """Return a filled row's `messages` or its `text`, with its `id` and `KEPT`; refuse one of another format."""
+        columns = {str(name).lower(): value for name, value in row.items()}
+        missing = [name for name in self.needs if name not in columns]
         if missing:
-            there = ", ".join(map(str, names.values())) or "none"
             raise BadInputError(
-                f"{where} has no {missing[0]!r} (its columns: {there}), but its file is read as {self}: correct it, or "
-                "give rows of another format a file of their own."
+                f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}), but its file is "
+                f"read as {self}: correct it, or give rows of another format a file of their own."
             )
-        used = {name: row[names[name]] for name in (*self.needs, *self.takes) if name in names}
-        named = {"id": str(row["id"])} if row.get("id") is not None else {}
+        named = {"id": str(row["id"])} if "id" in row else {}
         if self.messages is None:
-            return {**named, **used}
+            return {**named, "text": columns["text"]}
         try:
-            messages = self.messages(used)
+            messages = self.messages(columns)
         except TypeError:  # a list where a text is expected, or the other way round
-            raise BadInputError(f"{where} cannot be read as {self}: {begin_of(used)}; correct it.") from None
-        kept = {name: row[name] for name in KEPT if row.get(name) is not None}
+            raise BadInputError(f"{where} cannot be read as {self}: {begin_of(columns)}; correct it.") from None
+        kept = {name: row[name] for name in KEPT if name in row}
         return {**named, **kept, "messages": normalised(messages, where)}
 
 
@@ -96,9 +68,7 @@ def alpaca(row: Row) -> list[Message]:
 
 
 def _question_and_answer(question: str, answer: str, name: str = "questions and answers") -> Format:
-    return Format(
-        name, (question, answer), ("system",), lambda row: [*system_of(row), *_turn(row[question], row[answer])]
-    )
+    return Format(name, (question, answer), lambda row: [*system_of(row), *_turn(row[question], row[answer])])
 
 
 def system_of(row: Row) -> list[Message]:
@@ -121,57 +91,43 @@ def are_messages(value: object) -> bool:
 
 
 def columns_of(row: object, place: str, expected: str) -> Row:
-    """Return a row, if it has columns; `expected`: which it should have, in words.
-
-    Raises:
-        BadInputError: it is no object.
-    """
+    """Return a row that has columns; refuse another, with those that are `expected`, in words."""
     if not isinstance(row, dict):
         raise BadInputError(f"{place} is {begin_of(row, 40)!r}, but should have {expected}: correct it.")
     return row
 
 
 def filled_columns(row: object, place: str, expected: str) -> tuple[Row, str]:
-    """Return a row's columns that are not null, with lists of messages as such, and where it stands, with its id.
-
-    Raises:
-        BadInputError: as `columns_of` and `with_lists`.
-    """
+    """Return a row's columns that are not null, with lists of messages as such, and where it stands, with its id."""
     where = place_of({**columns_of(row, place, expected), "where": place})
     return {name: value for name, value in with_lists(row, where).items() if value is not None}, where
 
 
 def with_lists(row: Row, where: str) -> Row:
-    """Return a row whose columns hold lists of messages where they held them as texts: JSON, or as Python writes it.
-
-    Raises:
-        BadInputError: a text begins as such a list does, and is none.
-    """
-    return {name: _list_in(value, name, where) for name, value in row.items()}
-
-
-def _list_in(value: object, name: object, where: str) -> object:
-    if str(name).lower() == "text" or not isinstance(value, str) or not LIST_BEGIN.match(value):
-        return value
-    found = from_text(value)
-    if are_messages(found):
-        return found
-    if found is value and MESSAGES_BEGIN.match(value):
-        raise BadInputError(
-            f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
-            "table as .jsonl or .parquet."
-        )
-    return value
+    """Return a row with lists of messages where columns have them as texts: JSON, or as Python writes them."""
+    read = dict(row)
+    for name, value in row.items():
+        if str(name).lower() == "text" or not isinstance(value, str) or not value.lstrip().startswith("["):
+            continue
+        found = from_text(value)
+        if are_messages(found):
+            read[name] = found
+        elif found is value and MESSAGES_BEGIN.match(value):
+            raise BadInputError(
+                f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
+                "table as .jsonl or .parquet."
+            )
+    return read
 
 
 FORMATS = (
-    Format("messages", ("messages",), (), lambda row: row["messages"]),
-    Format("ShareGPT", ("conversations",), ("system",), lambda row: [*system_of(row), *row["conversations"]]),
-    Format("ShareGPT", ("conversation",), ("system",), lambda row: [*system_of(row), *row["conversation"]]),
-    Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
+    Format("messages", ("messages",), lambda row: row["messages"]),
+    Format("ShareGPT", ("conversations",), lambda row: [*system_of(row), *row["conversations"]]),
+    Format("ShareGPT", ("conversation",), lambda row: [*system_of(row), *row["conversation"]]),
+    Format("Alpaca", ("instruction", "output"), alpaca),
     _question_and_answer("prompt", "completion", "prompt and completion"),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
-    Format("plain text", ("text",), (), None),
+    Format("plain text", ("text",), None),
 )
 """The first whose columns are there is taken."""
 
@@ -182,20 +138,12 @@ ELSEWHERE = {
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 
-IMAGE_COLUMNS = ("image", "images")
-"""Columns of pictures, whatever their values look like."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-NAME_COLUMNS = ", or name two of the others with --prompt_column and --completion_column"
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of texts in OpenAI's interfaces and in templates
 
 
 def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
-    """Return the format of a file with these columns; the settings `prompt_column` and `completion_column` come first.
-
-    Raises:
-        BadInputError: there is none, or a setting names no column.
-    """
+    """Return the format of a file with these columns, if `prompt_column` and `completion_column` do not say it."""
     there = [str(name).lower() for name in columns]
     listed = ", ".join(map(str, columns)) or "none"
     asked = {key: getattr(run, key) for key in ("prompt_column", "completion_column")}
@@ -204,44 +152,33 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
             raise BadInputError(f"{source} has no column {name!r} (there are: {listed}): pass another --{key}.")
     if any(asked.values()):
         if not all(asked.values()):
-            given = next(key for key in asked if asked[key])
-            other = next(key for key in asked if not asked[key])
-            raise BadInputError(f"{given} is {asked[given]!r}, but {other} is empty: pass both (columns: {listed}).")
+            said = " and ".join(f"{key} is {name!r}" for key, name in asked.items())
+            raise BadInputError(f"{said}: pass both (columns: {listed}).")
         return _question_and_answer(*(name.lower() for name in asked.values()))
     for names, task in ELSEWHERE.items():
         if set(names) <= set(there) and "messages" not in there:
             raise BadInputError(f"{source} has the columns {listed}: these are {task}.")
-    found = next((each for each in FORMATS if set(each.needs) <= set(there)), None)
-    if found is None and len(columns) == 1:
-        raise BadInputError(
-            f"{source} has the column {listed} alone: there is no column of answers; add one, or call the column text "
-            "to learn its texts whole."
-        )
-    if found is None:
-        raise BadInputError(
-            f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
-            "instruction and output, prompt and completion, question and answer, text): name two of them with "
-            "--prompt_column and --completion_column."
-        )
-    return found
+    for each in FORMATS:
+        if set(each.needs) <= set(there):
+            return each
+    if len(columns) == 1:
+        raise BadInputError(f"{source} has the column {listed} alone: there is no column of answers; add one.")
+    raise BadInputError(
+        f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
+        "instruction and output, prompt and completion, question and answer, text): name two of them with "
+        "--prompt_column and --completion_column."
+    )
 
 
-def refuse_pictures(row: Row, where: str, or_name: str = NAME_COLUMNS) -> None:
-    """Refuse a row with a picture in any of its columns: its texts would be learnt as if they were about nothing.
-
-    `or_name`: what else leaves the picture out, beside its column.
-
-    Raises:
-        BadInputError: with the column.
-    """
+def refuse_pictures(row: Row, where: str) -> None:
+    """Refuse a row with a picture in any of its columns: its texts would be learnt as if they were about nothing."""
     for name, value in row.items():
         column = str(name).lower()
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
-        if is_named or _is_picture(value) or (column in IMAGE_COLUMNS and value):
+        if is_named or _is_picture(value) or (column in ("image", "images") and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them (`python -m "
-                "common.data FILE --task visual_questions --model MODEL` looks at its rows), or to learn from the "
-                f"texts alone, leave that column out{or_name}."
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or leave that column "
+                "out, in chats also by naming others with --prompt_column and --completion_column."
             )
 
 
@@ -253,51 +190,35 @@ def _is_picture(value: object) -> bool:
 
 
 def normalised(messages: object, where: str) -> list[Message]:
-    """Return messages with `role` and `content`, whatever they were called.
-
-    Raises:
-        BadInputError: they are no list of messages, or a speaker is unknown.
-    """
+    """Return messages with `role` and `content`, whatever they were called; refuse what are none."""
     if not isinstance(messages, list) or not messages:
-        raise BadInputError(
-            f"{where} has no list of messages, but {begin_of(messages)!r}: give it at least a user's and an "
-            "assistant's message."
-        )
+        raise BadInputError(f"{where} has no list of messages, but {begin_of(messages)!r}: give it such a list.")
     return [_normalised(message, where) for message in messages]
 
 
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
+        raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
+    kept = {
+        key: value for key, value in message.items() if value is not None and key not in ("from", "value", *WEIGHTS)
+    }
+    weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
+    odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
+    if odd:
         raise BadInputError(
-            f"{where} has {begin_of(message)!r} for a message, which should have `role` and `content`: correct it."
+            f"{where} has a message with {begin_of(weights[odd])!r} as its {odd!r}: the weight is 0 or 1; correct it."
         )
-    kept = {key: value for key, value in message.items() if value is not None and key not in RENAMED}
-    if not _may_be_learnt(message, where):
+    if 0 in weights.values():
         kept["weight"] = 0
-    speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if str(speaker) not in ROLES:
-        raise BadInputError(
-            f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLE_NAMES)} (or "
-            f"{', '.join(name for name in ROLES if name not in ROLE_NAMES)}): correct it."
-        )
+    speaker, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))
+    if speaker not in ROLES:
+        raise BadInputError(f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLES)}.")
     if content is None and kept.get("tool_calls"):
         content = ""
     is_number = isinstance(content, int) and not isinstance(content, bool)
     if is_number or (isinstance(content, float) and math.isfinite(content)):
         content = str(content)  # a number for an answer; what is missing in a table of pandas is nan, and is refused
-    return {**kept, "role": ROLES[str(speaker)], "content": _joined(content, where)}
-
-
-def _may_be_learnt(message: Message, where: str) -> bool:
-    """Return whether a message may be learnt, by any of the names that its weight has in people's rows."""
-    for name in WEIGHTS:
-        weight = message.get(name)
-        if weight is not None and weight not in (0, 1):
-            raise BadInputError(
-                f"{where} has a message with {begin_of(weight)!r} as its {name!r}, which is 0 where a message is not "
-                "learnt, and else 1: correct or remove it."
-            )
-    return all(message.get(name) in (None, 1) for name in WEIGHTS)
+    return {**kept, "role": ROLES[speaker], "content": _joined(content, where)}
 
 
 def is_left_out(message: Message) -> bool:
@@ -311,9 +232,6 @@ def _joined(content: object, where: str) -> object:
         return content
     other = next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None)
     if other:
-        raise BadInputError(
-            f"{where} has a message with a part of the type {other!r}, but only texts are learnt here: take the "
-            "part out, or leave the row out."
-        )
+        raise BadInputError(f"{where} has a message with a part of the type {other!r}: take out all but texts.")
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.paths import is_embedded
@@ -14,21 +14,7 @@ from common.data.files import TABLES, TEXT_FILE
 from common.data.formats import Format, filled_columns, is_left_out, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
 from common.data.row_checks import say_once
-from common.data.rows import (
-    Found,
-    Row,
-    RowKind,
-    Tokens,
-    continuation_of,
-    first_tokens,
-    is_plain,
-    labels_in,
-    opening_of,
-    place_of,
-    placed,
-    places_of,
-    said_in,
-)
+from common.data.rows import Found, Row, RowKind, Tokens, first_tokens, is_plain, labels_in, place_of, placed, places_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
@@ -43,18 +29,13 @@ def row_kind(run: RunConfig) -> RowKind:
     return RowKind(
         suffixes=(*TABLES, TEXT_FILE),
         holds="one JSON object with `messages` per line, or rows of another format",
-        advice="row of `messages`",
         check=partial(check_messages, run=run),
         tokenize=tokenize_messages,
     )
 
 
 def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, if each is a conversation that ends with an answer, or if all are plain texts.
-
-    Raises:
-        BadInputError: the rows have no format that is known, or one is no conversation; names where it stands.
-    """
+    """Yield the rows of `source`, if each is a conversation that ends with an answer, or if all are plain texts."""
     known: Format | None = None
     count, first = 0, ""
     for row, place in found:
@@ -62,10 +43,8 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         if not run.prompt_column:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
-        converted = known.convert(filled, where)
-        checked = (
-            _check_text(converted, where) if known.is_plain else check_conversation(converted, where, run.train_on)
-        )
+        row = known.convert(filled, where)
+        checked = _check_text(row, where) if is_plain([row]) else check_conversation(row, where, run.train_on)
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -82,62 +61,39 @@ def _begin_said(row: Row) -> str:
 
 def _check_text(row: Row, where: str) -> Row:
     text = row["text"]
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text.strip():
         raise BadInputError(f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it.")
-    if not text.strip():
-        raise BadInputError(f"{where} has {text!r} as its `text`, of which nothing can be learnt: fill or remove it.")
     return row
 
 
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
-    """Return a row of messages, its facts and tools as lists, if it is a conversation that ends with an answer.
-
-    The answer may be a call of tools. `train_on`: what is learnt of the row, but for messages whose weight is 0.
-
-    Raises:
-        BadInputError: it is none, or its weights leave nothing to learn, or contradict `train_on`.
-    """
+    """Return a row with calls, facts and tools as lists, if it ends with an answer, and leaves something to learn."""
     row = {**row, "messages": [with_calls(message, where) for message in row["messages"]]}
     for message in row["messages"]:
         if not isinstance(message["content"], str):
             raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
         if not message["content"].strip() and not message.get("tool_calls"):
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
-    _check_turns(row, where)
-    _check_weights(row, where, train_on)
-    row = _with_facts(row, where)
-    return with_tools(row, where)
-
-
-def _check_turns(row: Row, where: str) -> None:
     turns = turns_of(row)
     if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
-        raise BadInputError(
-            f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add it, or leave the "
-            "message out."
-        )
+        raise BadInputError(f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add one.")
     if not CONVERSATION.fullmatch(" ".join(turns)):
         raise BadInputError(
-            f"{where} has messages of the roles {', '.join(map(repr, turns))}: a system message, if any, comes first, "
-            "then user and assistant in turn, with `tool_calls` and tool messages between them, and an assistant's "
-            "answer or call is the last; correct it."
+            f"{where} has messages of the roles {', '.join(map(repr, turns))}: user and assistant take turns after a "
+            "system message, if any, with `tool_calls` and tool messages between them; correct it."
         )
+    _check_weights(row, where, train_on)
+    return with_tools(_with_facts(row, where), where)
 
 
 def _check_weights(row: Row, where: str, train_on: str) -> None:
     if not any(map(is_left_out, row["messages"])):
         return
     if train_on in ("prompt", "all"):
-        raise BadInputError(
-            f"{where} has a message of weight 0, which is not to be learnt, but train_on is {train_on!r}: leave "
-            "--train_on out, or the weight."
-        )
+        raise BadInputError(f"{where} has a message of weight 0, but train_on is {train_on!r}: leave one of them out.")
     answers = [message for message in row["messages"] if message["role"] == "assistant"]
     if all(map(is_left_out, answers if train_on == "assistant" else answers[-1:])):
-        raise BadInputError(
-            f"{where} has nothing to learn, as each answer of which something could be learnt has the weight 0: remove "
-            "the row, or the weight."
-        )
+        raise BadInputError(f"{where} has nothing to learn, as its answers have the weight 0: remove the row.")
 
 
 def _with_facts(row: Row, where: str) -> Row:
@@ -147,9 +103,7 @@ def _with_facts(row: Row, where: str) -> Row:
         found = from_text(facts)
         facts = found if isinstance(found, list) else [facts] if facts.strip() else []
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
-        raise BadInputError(
-            f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct or remove them."
-        )
+        raise BadInputError(f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct them.")
     return {**row, "facts": facts} if "facts" in row else row
 
 
@@ -158,23 +112,8 @@ def turns_of(row: Row) -> list[str]:
     return ["call" if message.get("tool_calls") else message["role"] for message in row["messages"]]
 
 
-def question_of(row: Row) -> str:
-    """Return the text of the last question, or how a plain text begins."""
-    return opening_of(row["text"]) if is_plain([row]) else row["messages"][-2]["content"]
-
-
-def answer_of(row: Row) -> str:
-    """Return the last answer's text, with what it calls, or how a plain text goes on."""
-    return continuation_of(row["text"]) if is_plain([row]) else said_in(row["messages"][-1])
-
-
-def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
-
-    Raises:
-        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template refuses a row or
-            leaves out what a message says.
-    """
+def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
+    """Return every row as tokens; rows without a token to learn from within `max_length` are left out."""
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
     return tokens_to_learn(rows, tokenizer, run, lambda batch: encode(batch, tokenizer, run.train_on))
@@ -182,21 +121,13 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
 
 def tokens_to_learn(
     rows: Sequence[Row],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     run: RunConfig,
     encode_rows: Callable[[list[Row]], list[Tokens]],
     is_learnt: Callable[[Tokens], object] = labels_in,
     lacking: str = "token to learn",
 ) -> Sequence[Tokens]:
-    """Return rows as tokens by `encode_rows`, cut to `max_length`.
-
-    Rows of which `is_learnt` is then false are left out.
-
-    `lacking`: what these do not have, in words.
-
-    Raises:
-        BadInputError: as `tokenize_messages`; or an answer goes beyond `max_length`, and must not be cut.
-    """
+    """Return rows as tokens, cut to `max_length`, but for those `is_learnt` is false of: they have no `lacking`."""
     without: list[Row] = []
     cut: list[Row] = []
     checked: set[tuple[str, ...]] = set()
@@ -229,8 +160,8 @@ def tokens_to_learn(
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
-            f"{place_of(without[0])} has no {lacking} within its first {run.max_length} tokens{more}: shorten its "
-            "question, raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
+            f"{place_of(without[0])} has no {lacking} within its first {run.max_length} tokens{more}: raise "
+            "--max_length, or pass a --max_truncated_fraction of rows that may be left out."
         )
     if without:
         left_out = f"{len(without):,} of {len(rows):,} rows"
@@ -238,20 +169,10 @@ def tokens_to_learn(
     return tokenized
 
 
-# -- plain text
-
-
-def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt.
-
-    Raises:
-        BadInputError: `train_on` asks for a part of a row, which plain text does not have.
-    """
+def tokenize_plain(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt."""
     if run.train_on not in ("assistant", "all"):
-        raise BadInputError(
-            f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
-            "--train_on out."
-        )
+        raise BadInputError(f"train_on is {run.train_on!r}, but of plain text every token is learnt: leave it out.")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def pieces() -> Iterator[Tokens]:

@@ -1,33 +1,16 @@
-"""Rows of preferences: a prompt with a chosen and a rejected answer, in the formats that TRL reads.
-
-| columns | what they hold |
-|---|---|
-| `prompt`, `chosen`, `rejected` | texts, or lists of messages |
-| `chosen`, `rejected` | whole conversations, which differ in their last answer |
-"""
+"""Rows of preferences, in TRL's formats: a prompt with two answers, or two conversations with another last message."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
 from common.data.messages import check_conversation, tokens_to_learn
-from common.data.rows import (
-    IGNORED_LABEL,
-    Found,
-    Row,
-    RowKind,
-    Tokens,
-    labels_in,
-    padded_shape,
-    place_of,
-    placed,
-    said_in,
-)
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, padded_shape, place_of, placed, said_in
 from common.data.templates import encode
 from common.planning.job import BatchShape
 
@@ -40,80 +23,51 @@ def row_kind(run: RunConfig) -> RowKind:
     return RowKind(
         suffixes=TABLES,
         holds="one JSON object with `prompt`, `chosen` and `rejected` per line",
-        advice="pair of answers",
         check=check_pairs,
         tokenize=tokenize_pairs,
         shape=shape_of_pairs,
     )
 
 
-# -- what is read
-
-
 def check_pairs(found: Found, source: str) -> Iterator[Row]:
-    """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them.
-
-    Raises:
-        BadInputError: a row lacks an answer, or its answers are the same, or not to the same prompt; names where it
-            stands.
-    """
+    """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them."""
     for row, place in found:
         filled, where = filled_columns(row, place, f"the columns {COLUMNS}")
         row = {str(name).lower(): value for name, value in filled.items()}
-        refuse_pictures(row, where, or_name="")
+        refuse_pictures(row, where)
         prompt, chosen, rejected = _three_parts(row, where)
-        kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
+        kept = {name: row[name] for name in ("id", *KEPT) if name in row}
         checked, other = (
             check_conversation({**kept, "messages": [*prompt, answer]}, where, train_on="completion")
             for answer in (chosen, rejected)
         )
         said, said_otherwise = (said_in(each["messages"][-1]).strip() for each in (checked, other))
         if said == said_otherwise:
-            raise BadInputError(
-                f"{where} has the same chosen and rejected answer, {begin_of(said, 60)!r}: remove the row."
-            )
+            raise BadInputError(f"{where} has the same chosen and rejected answer, {begin_of(said, 60)!r}: remove it.")
         yield placed({**checked, "rejected": other["messages"][-1:]}, place)
 
 
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
-    """Return the messages of the prompt, and both answers."""
     missing = [name for name in ANSWERS if name not in row]
     if missing:
-        raise BadInputError(
-            f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}): preferences have the "
-            f"columns {COLUMNS}; add it."
-        )
+        there = ", ".join(map(str, row)) or "none"
+        raise BadInputError(f"{where} has no {missing[0]!r} (its columns: {there}): pairs have {COLUMNS}; add it.")
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:
-            raise BadInputError(
-                f"{where} has two answers, but no prompt: add the column prompt, or give chosen and rejected whole "
-                "conversations as lists of messages."
-            )
+            raise BadInputError(f"{where} has two answers, but no prompt: add the column, or give whole conversations.")
         return [*system_of(row), *_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
     if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
-        raise BadInputError(
-            f"{where} has conversations that differ before their last answers: a pair has one prompt; correct it."
-        )
+        raise BadInputError(f"{where} has conversations that differ before their last answers: correct it.")
     return chosen[:-1], chosen[-1], rejected[-1]
 
 
 def _messages(value: object, role: str, where: str) -> list[Message]:
-    """Return a text as one message of `role`, or a list of messages with the roles that templates know."""
     return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 
-# -- tokens
-
-
-def tokenize_pairs(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every pair as tokens; `exchange_answers` learns the rejected ones.
-
-    Pairs that do not differ within `max_length`, or have no answer there, are left out.
-
-    Raises:
-        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template cannot write a row.
-    """
+def tokenize_pairs(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
+    """Return every pair that differs within `max_length` as tokens; `exchange_answers` learns the rejected answers."""
 
     def encoded(batch: list[Row]) -> list[Tokens]:
         return encode_pairs([exchanged(row) for row in batch] if run.exchange_answers else batch, tokenizer)
@@ -127,19 +81,15 @@ def exchanged(row: Row) -> Row:
     return {**row, "messages": [*prompt, *row["rejected"]], "rejected": [chosen]}
 
 
-def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token.
-
-    Raises:
-        BadInputError: the chat template writes a prompt in another way before another answer.
-    """
+def encode_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Tokens]:
+    """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token."""
     chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
     for row, one, other in zip(rows, chosen, rejected, strict=True):
         prompt = prompt_length(one)
         if one["input_ids"][:prompt] != other["input_ids"][:prompt]:
             raise BadInputError(
-                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that "
-                "the two cannot be compared: remove such rows, or pass another --model."
+                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer: remove "
+                "such rows, or pass another --model."
             )
         one["rejected_ids"] = other["input_ids"]
     return chosen
@@ -153,7 +103,7 @@ def prompt_length(row: Tokens) -> int:
 
 def _differ(row: Tokens) -> bool:
     """Return whether a pair that was cut still has two answers, which differ."""
-    has_both = labels_in(row) > 0 and len(row["rejected_ids"]) > prompt_length(row)
+    has_both = prompt_length(row) < min(len(row["input_ids"]), len(row["rejected_ids"]))
     return has_both and row["input_ids"] != row["rejected_ids"]
 
 

@@ -18,10 +18,8 @@ from common.data.pictures import check_picture, reference_to
 from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind, is_plain
 
-PICTURE_COLUMNS = ("images", "image", "picture", "file_name")
-"""Columns that hold a row's picture, or name its file; of several that are filled the first counts."""
-PLACEHOLDER = re.compile(r"\n?<image>\n?")
-"""What LLaVA's rows have in a user's text where the picture belongs."""
+PICTURE_COLUMNS = ("images", "image", "picture", "file_name")  # the first that is filled counts
+PLACEHOLDER = re.compile(r"\n?<image>\n?")  # what LLaVA's rows have in a user's text for the picture
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -30,21 +28,13 @@ def row_kind(run: RunConfig) -> RowKind:
         messages.row_kind(run),
         suffixes=TABLES,
         holds="rows with `messages`, or a question and an answer, and the column `image`",
-        advice="row of `messages` with an `image`",
         check=partial(check_pictured, run=run),
         belongs_to=lambda row: row["picture_digest"],
     )
 
 
 def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, if each is a conversation about one picture that can be read.
-
-    Paths of pictures begin at `source`, or at the folder of that file. The column `kind`, where there is one, says what
-    is asked for.
-
-    Raises:
-        BadInputError: a row has no picture or several, or one that cannot be read, or is no conversation.
-    """
+    """Yield the rows of `source`, if each is a conversation about one picture; paths begin at its folder."""
     place = Path(source)
     folder = place if place.is_dir() else place.parent if place.exists() else None
     seen: deque[Row] = deque()
@@ -60,8 +50,8 @@ def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     for row in check_messages(texts(), source, run):
         if is_plain([row]):
             raise BadInputError(
-                f"{row['where']} has a picture and a `text`, but no question: add a column with the question, or name "
-                "the columns of questions and answers with --prompt_column and --completion_column."
+                f"{row['where']} has a picture and a `text`, but no question: add a column for it, or name those of "
+                "questions and answers with --prompt_column and --completion_column."
             )
         yield {**row, **seen.popleft()}
     if transparent:
@@ -75,8 +65,8 @@ def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, tra
     """Return what a row has besides its conversation: its picture, a digest of that, and what is asked for."""
     if not pictures:
         raise BadInputError(
-            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
-            "with the path of a file, or go to 2.1, which learns from texts alone."
+            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): name its file in a column "
+            "`image`, or go to 2.1, which learns from texts alone."
         )
     if len(pictures) > 1:
         raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")
@@ -91,27 +81,23 @@ def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, tra
 def _divided(row: Row) -> tuple[list[object], Row]:
     """Return a row's pictures, and its other columns, with messages of texts alone."""
     by_name = {str(name).lower(): value for name, value in row.items()}
-    columns = [by_name[name] for name in PICTURE_COLUMNS if by_name.get(name)]
     others = {name: value for name, value in row.items() if str(name).lower() not in PICTURE_COLUMNS}
-    parts = [_pictures_in(value) for value in others.values()]
-    in_messages = [each for pictures in parts for each in pictures]
-    first = columns[0] if columns else in_messages
+    in_messages = [picture for value in others.values() for picture in _pictures_in(value)]
+    first = next((by_name[name] for name in PICTURE_COLUMNS if by_name.get(name)), in_messages)
     pictures = first if isinstance(first, list) else [first]
     return pictures, {name: _without_pictures(value) for name, value in others.items()}
 
 
-def _pictures_in(value: Any) -> list[object]:
-    """Return the pictures that stand in the parts of messages themselves, as Transformers takes them."""
+def _pictures_in(value: Any) -> Iterator[object]:
+    """Yield the pictures that stand in the parts of messages themselves, as Transformers takes them."""
     contents = [message.get("content") for message in value] if are_messages(value) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content if _is_picture_part(part)]
-    found = [
-        next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None) for part in parts
-    ]
-    return [each for each in found if each is not None]
+    for part in (part for content in contents if isinstance(content, list) for part in content):
+        found = [part[key] for key in ("image", "path", "url", "image_url") if _is_picture_part(part) and part.get(key)]
+        yield from found[:1]
 
 
 def _without_pictures(value: Any) -> Any:
-    """Return a text, or messages, without what stands for a picture: parts, or `<image>`; anything else as it is."""
+    """Return a text, or messages, without what stands for one picture: parts, or a question's `<image>`."""
     if isinstance(value, str):
         return _text_alone(value, is_asked=True)
     if not are_messages(value):
@@ -124,7 +110,6 @@ def _without_pictures(value: Any) -> Any:
 
 
 def _text_alone(content: Any, is_asked: bool) -> Any:
-    """Return a content without the place of one picture; where it stands elsewhere, or twice, the row is refused."""
     if isinstance(content, list):
         return [part for part in content if not _is_picture_part(part)]
     return PLACEHOLDER.sub("", content, count=1) if is_asked and isinstance(content, str) else content

@@ -1,15 +1,14 @@
 """Load, check and preprocess the picture of a row, and insert its tokens into the row.
 
-A row keeps its picture as a text: the path of its file, or its bytes as a `data:` URI. So rows may be on disk, and a
-picture is opened when a batch needs it. Its processor stands beside the tokenizer, as `tokenizer.processor`
-(`load_tokenizer`).
+A row keeps its file's path, or its bytes as a `data:` URI; its processor is `tokenizer.processor` (`load_tokenizer`).
 """
 
 import base64
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,25 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from PIL import Image, ImageOps
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of, reading
 from common.data.files import is_url
 from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 URI_HEAD = "data:image/*;base64,"
-MOST_PIXELS = 89_478_485
-"""Of a picture: Pillow warns of a decompression bomb above so many."""
+MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above so many
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
-TRANSPARENT_MODES = ("RGBA", "LA", "PA")
-"""Modes that become RGB: with transparency on white."""
+TRANSPARENT_MODES = ("RGBA", "LA", "PA")  # on white they become RGB
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Those that are read, whatever a file is called: Pillow would start Ghostscript for another, or read its own way."""
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""The tag of EXIF, and its values by which width and height are exchanged."""
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values by which width and height are exchanged
 
 
 def reference_to(picture: object, folder: Path | None, where: str) -> str:
     """Return a picture as a file path or a `data:` URI, from a path, bytes, a `datasets` dict, or an open picture.
 
-    `folder`: where paths begin; None for rows that come from elsewhere than this machine's disk.
-
-    Raises:
-        BadInputError: it is none of these, or its file does not exist, or is not in `folder`.
+    `folder`: where paths begin, and must stay; None for rows that come from elsewhere than this machine's disk.
     """
     if isinstance(picture, dict) and {"bytes", "path"} & picture.keys():
         picture = picture.get("bytes") or picture.get("path")
@@ -56,55 +49,34 @@ def reference_to(picture: object, folder: Path | None, where: str) -> str:
         raise BadInputError(f"{where} has {begin_of(picture)!r} for a picture: give it the path of a file.")
     if picture.startswith("data:image/"):
         return picture
+    why = ""
     if folder is None or is_url(picture):
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, but only paths beside a data file on this machine are "
-            "read: download the pictures, or pass a dataset that holds them."
-        )
-    file = folder / picture
-    if not os.path.isfile(file):  # nor is a text that is no path, such as base64 without its head
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}: correct the path, which "
-            "begins at the folder of the data file."
-        )
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise BadInputError(
-            f"{where} names the picture {begin_of(picture)}, which is not in {folder}, the data file's folder: copy it "
-            "there, and name it by its path from there."
-        )
-    return str(file)
+        why = "but only paths beside a data file here are read: download it, or pass a dataset that holds it"
+    elif not os.path.isfile(folder / picture):  # nor is a text that is no path, such as base64 without its head
+        why = f"which does not exist in {folder}, where its path begins: correct it"
+    elif not (folder / picture).resolve().is_relative_to(folder.resolve()):
+        why = f"which is not in {folder}, the data file's folder: copy it there"
+    if why:
+        raise BadInputError(f"{where} names the picture {begin_of(picture)}, {why}.")
+    return str(folder / picture)
 
 
 def check_picture(reference: str, where: str) -> tuple[str, bool]:
-    """Check that a picture can be read; return a digest of its file, and whether it is transparent in places.
-
-    Raises:
-        BadInputError: it is no picture, is damaged, too large, or of a mode that is not of 8 bits.
-    """
-    name = _name_of(reference)
+    """Return a digest of a picture's file, and whether it is transparent in places; refuse what cannot be learnt."""
     with _opened(reference, where) as picture:
-        width, height = picture.size
-        if width * height > MOST_PIXELS:
-            raise _too_large(name, where)
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
-            raise BadInputError(
-                f"{where} has a picture, {name}, in mode {picture.mode}; only pictures of 8 bits in grey, RGB, CMYK "
-                "or a palette are read: convert it to RGB."
-            )
+            name = _name_of(reference)
+            raise BadInputError(f"{where} has a picture, {name}, in mode {picture.mode}: convert it to RGB of 8 bits.")
         is_transparent = _is_transparent(picture)
         picture.draft("RGB", (64, 64))  # a JPEG is decoded at an eighth of its size: that finds what is missing
-        _decode(picture, where, name)
+        picture.load()
     return sha256(_bytes_of(reference)).hexdigest(), is_transparent
 
 
 def open_picture(reference: str, where: str = "a row") -> Image.Image:
-    """Return a picture in RGB, upright, with white for what is transparent.
-
-    Raises:
-        BadInputError: it can no longer be read.
-    """
+    """Return a picture in RGB, upright, with white for what is transparent."""
     with _opened(reference, where) as picture:
-        _decode(picture, where, _name_of(reference))
+        picture.load()
         picture = ImageOps.exif_transpose(picture)
         if _is_transparent(picture):
             picture = picture.convert("RGBA")
@@ -135,62 +107,41 @@ def _bytes_of(reference: str) -> bytes:
     return Path(reference).read_bytes()
 
 
-def _opened(reference: str, where: str) -> Image.Image:
-    name = _name_of(reference)
+@contextmanager
+def _opened(reference: str, where: str) -> Iterator[Image.Image]:
+    """Yield a picture; refuse what Pillow cannot read or decode of it, and more than `MOST_PIXELS`."""
+    what, opened = f"{where} has a picture, {_name_of(reference)},", False
+    source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
     try:
-        source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
-        return Image.open(source, formats=FORMATS)
+        with Image.open(source, formats=FORMATS) as picture:
+            opened = True
+            if picture.width * picture.height > MOST_PIXELS:
+                raise Image.DecompressionBombError
+            yield picture
+    except BadInputError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise _too_large(name, where) from None
+        raise BadInputError(f"{what} of more than {MOST_PIXELS:,} pixels: scale it down.") from None
     except Exception as error:  # each of Pillow's formats has classes of its own
-        raise BadInputError(
-            f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it by one of the format "
-            f"{', '.join(FORMATS)}, or leave the row out."
-        ) from None
+        said = "is damaged" if opened else "cannot be read"
+        raise BadInputError(f"{what} that {said} ({begin_of(error)}): replace it by {', '.join(FORMATS)}.") from None
 
 
-def _decode(picture: Image.Image, where: str, name: str) -> None:
-    try:
-        picture.load()
-    except Exception as error:  # as above
-        raise BadInputError(
-            f"{where} has a picture, {name}, that is damaged ({begin_of(error)}): replace it, or leave the row out."
-        ) from None
-
-
-def _too_large(name: str, where: str) -> BadInputError:
-    return BadInputError(
-        f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels, which a small file can unpack to: scale "
-        "it down."
-    )
-
-
-# -- as numbers
-
-
-def pixels_of(
-    references: Sequence[str], tokenizer: PreTrainedTokenizerBase, noise: float = 0.0
-) -> dict[str, torch.Tensor]:
-    """Return the inputs of the vision tower: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
-
-    `noise`: the standard deviation of what is added to each picture, as a share of full brightness.
-    """
+def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:
+    """Return the vision tower's `pixel_values`, shape (rows, tiles, 3, height, width), and their mask, if any."""
     pictures = [[with_noise(open_picture(reference), noise)] for reference in references]
     inputs = tokenizer.processor.image_processor(images=pictures, return_tensors="pt")
     return {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
 
 
 def with_noise(picture: Image.Image, noise: float) -> Image.Image:
-    """Return a picture with Gaussian noise, which is seeded by its pixels: the same noise each time."""
+    """Return a picture with Gaussian noise, seeded by its pixels; `noise`: its deviation as a share of brightness."""
     if not noise:
         return picture
     numbers = np.random.default_rng(zlib.crc32(picture.tobytes()))
     values = np.asarray(picture, dtype=np.float32)
     noisy = values + 255 * noise * numbers.standard_normal(values.shape, dtype=np.float32)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-
-
-# -- as tokens
 
 
 def with_part(row: Row) -> list[dict[str, Any]]:
@@ -201,24 +152,17 @@ def with_part(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return a pictured row's tokens with all of the picture's in the place of its one.
-
-    Raises:
-        BadInputError: a text of the row has such a token, too.
-    """
+def with_picture_tokens(ids: list[int], row: Row, tokenizer: Tokenizer) -> list[int]:
+    """Return a pictured row's tokens with all of the picture's in the place of its one, which no text may have, too."""
     token = tokenizer.processor.image_token
     number = tokenizer.processor.image_token_id
     if ids.count(number) != 1:
-        raise BadInputError(
-            f"{place_of(row)} has {token} in its texts, which stands for its picture and is put in by itself: take it "
-            "out."
-        )
+        raise BadInputError(f"{place_of(row)} has {token} in its texts, which stands for its picture: take it out.")
     place = ids.index(number)
     return [*ids[:place], *picture_ids(row, tokenizer), *ids[place + 1 :]]
 
 
-def picture_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def picture_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens that stand for a row's picture; they depend on its size alone."""
     with _opened(row["picture"], place_of(row)) as picture:
         size = picture.size
@@ -228,10 +172,7 @@ def picture_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
-    """Return the tokens that the processor makes of a picture of so many pixels: width and height.
-
-    It is asked once for each number of rows and columns of tiles, on which they depend.
-    """
+    """Return the tokens of a picture of so many pixels; the processor is asked once for each number of tiles."""
     count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
     what, remedy = f"The processor of {processor.tokenizer.name_or_path}", "Correct it, or pass another --model."
     with reading(what, remedy):
@@ -249,12 +190,8 @@ def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
 _IDS: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
 
 
-def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a row whose image tokens would be truncated at `max_length`.
-
-    Raises:
-        BadInputError: with how many tokens it takes.
-    """
+def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Tokenizer) -> None:
+    """Refuse a row whose image tokens would be truncated at `max_length`."""
     ids = tokens["input_ids"]
     end = len(ids) - ids[::-1].index(tokenizer.processor.image_token_id)
     if end > max_length:
@@ -264,7 +201,7 @@ def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Pre
         )
 
 
-def without_picture_labels(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def without_picture_labels(tokens: Tokens, tokenizer: Tokenizer) -> Tokens:
     """Mask the labels of image tokens, whatever else is learnt: the model reads them, but never generates them."""
     image = tokenizer.processor.image_token_id
     pairs = zip(tokens["input_ids"], tokens["labels"], strict=True)

@@ -15,38 +15,26 @@ from common.base.secrets import without_secrets
 from common.data.rows import Row, Splits, Tokens, places_of, texts_of, tokens_in
 from common.data.stored_rows import take
 
-ENOUGH_STEPS = 100
-"""Optimizer steps below which a new user's rows have probably not been learnt yet."""
+ENOUGH_STEPS = 100  # below, a new user's rows have probably not been learnt yet
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
-    """Return the rows if each has an id of its own in its split; training rows that are test rows may be left out.
-
-    Where test rows were taken from the training rows, or are texts with a label or summary, of which public datasets
-    have some twice, a warning is printed instead of a refusal.
-
-    Raises:
-        BadInputError: with the ids, or where the rows stand.
-    """
-    for rows in (splits.train, splits.validation, splits.test):
-        check_ids(rows)
+    """Return the rows without training rows that are test rows, if asked for; else refuse these, or warn of them."""
     kept = {digest(row) for row in splits.test}
     shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}
     if not shared:
         return splits
-    places = places_of(take(splits.train, sorted(shared)))
     found = (
         f"{len(shared):,} of {len(splits.train):,} training rows are also test rows, if case and spacing are ignored "
-        f"({places})"
+        f"({places_of(take(splits.train, sorted(shared)))})"
     )
     if run.shared_rows == "skip":
         say_once(f"{found}: they are left out")
         others = [number for number in range(len(splits.train)) if number not in shared]
         return replace(splits, train=take(splits.train, others))
+    # public datasets of texts with labels or summaries have some twice
     if run.shared_rows == "refuse" or (run.goal.converses and not splits.held_out):
-        raise BadInputError(
-            f"{found}: remove them from one of the two, or pass --shared_rows skip, which trains without them."
-        )
+        raise BadInputError(f"{found}: remove them from one of the two, or pass --shared_rows skip.")
     say_once(
         f"WARNING: {found}: they make the test look better than it is; --shared_rows skip leaves them out of training"
     )
@@ -54,11 +42,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
 
 
 def check_ids(rows: Sequence[Row]) -> None:
-    """Refuse ids that stand twice, in a split or in the file that splits are taken from.
-
-    Raises:
-        BadInputError: with where both stand.
-    """
+    """Refuse ids that stand twice, in a split or in the file that splits are taken from."""
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
         if "id" in row and first.setdefault(str(row["id"]), number) != number:

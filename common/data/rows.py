@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import begin_of
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.planning.job import BatchShape
 
-IGNORED_LABEL = -100
-"""Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
-NO_ROW = -1
-"""The row number that stands for "no row left for this rank"."""
+IGNORED_LABEL = -100  # adds nothing to the loss (PyTorch's cross-entropy)
+NO_ROW = -1  # the number of "no row left for this rank"
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
@@ -26,8 +24,7 @@ SPLIT_WORDS = {
 """What splits are called in names of files, folders and datasets, as `datasets` has it; the first word comes first."""
 SPLIT_NAMES = tuple(SPLIT_WORDS)
 
-OPENING = 200
-"""Characters of a test text, at most, that a model is given to continue; half of a text that is short."""
+OPENING = 200  # characters of a test text, at most, that a model is given to continue
 
 
 Row = dict[str, Any]
@@ -44,11 +41,7 @@ has its `picture`, too, as its `Row`. Of a row with two answers `input_ids` are 
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows to train on, to choose by, and to report on.
-
-    Attributes:
-        held_out: Whether the test rows were taken from the training rows.
-    """
+    """The rows to train on, to choose by, and to report on; `held_out`: the last were taken from the training rows."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
@@ -72,8 +65,7 @@ def padded_shape(longest: Sequence[Tokens]) -> BatchShape:
     return BatchShape(len(longest), max(lengths), labelled=0, padded=min(lengths) < max(lengths))
 
 
-Found = Iterable[tuple[object, str]]
-"""What stands for each row in a file or dataset, and where it stands."""
+Found = Iterable[tuple[object, str]]  # what stands for each row, and where it stands
 
 
 @dataclass(frozen=True)
@@ -82,19 +74,17 @@ class RowKind:
 
     Attributes:
         suffixes: Of the files that can be read.
-        holds: What a file holds, and what an empty one is to be given: for the refusals.
+        holds: What a file holds, for the refusal of one that is missing or empty.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
-        belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.
-        shape: The shape of a batch of these rows, padded to the longest; it may have to look at all rows, the second
-            argument.
+        belongs_to: What rows have in common that must come into one split, if anything: their picture.
+        shape: The shape of a batch of the first rows, padded to the longest; the second are all rows.
     """
 
     suffixes: tuple[str, ...]
     holds: str
-    advice: str
     check: Callable[[Found, str], Iterable[Row]]
-    tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
+    tokenize: Callable[[Sequence[Row], Tokenizer, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
     belongs_to: Callable[[Row], str] | None = None
     shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
@@ -161,10 +151,17 @@ def opening_of(text: str) -> str:
     return text[: at_word if at_word > 0 else middle]
 
 
-def continuation_of(text: str) -> str:
-    """Return what follows the opening, as long as it."""
-    opening = opening_of(text)
-    return text[len(opening) : 2 * len(opening)].strip()
+def question_of(row: Row) -> str:
+    """Return the text of the last question, or how a plain text begins."""
+    return opening_of(row["text"]) if is_plain([row]) else row["messages"][-2]["content"]
+
+
+def answer_of(row: Row) -> str:
+    """Return the last answer's text, with what it calls, or how a plain text goes on, as long as its opening."""
+    if not is_plain([row]):
+        return said_in(row["messages"][-1])
+    length = len(opening_of(row["text"]))
+    return row["text"][length : 2 * length].strip()
 
 
 def tokens_in(row: Tokens) -> int:

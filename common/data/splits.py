@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError
 from common.base.paths import find_here
@@ -40,49 +40,28 @@ def load_splits(run: RunConfig) -> Splits:
 
     A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
     or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
-
     What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
-
-    Raises:
-        BadInputError: a source, file or row is missing or malformed; names file and line.
     """
-    files = _files_here(run.data)
-    return read_splits(run, files) if files else read_splits.__wrapped__(run, files)
-
-
-def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
-    """Return the files of a source on this machine, each with the time of its last change in ns, and its bytes."""
-    place = _place_here(source)
-    if place is None:
-        return ()
-    files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
+    source, files = run.data.removeprefix("file://"), []
+    place = None if is_url(source) else find_here(source)
+    if place is not None:
+        files = [place / name for name in names_below(str(place), ())] if place.is_dir() else [place]
     states = ((file, file.stat()) for file in files if file.is_file())
-    return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
-
-
-def _place_here(source: str) -> Path | None:
-    """Return the file or folder of a source that is no URL, and not on the Hub."""
-    source = source.removeprefix("file://")
-    return None if is_url(source) else find_here(source)
+    seen = tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
+    return read_splits(run, place, seen) if seen else read_splits.__wrapped__(run, place, seen)
 
 
 @lru_cache(maxsize=1)
-def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Splits:
-    """Read and check the run's rows; `files` tells whether those that were read last are still the same.
-
-    Raises:
-        BadInputError: as `load_splits`.
-    """
+def read_splits(run: RunConfig, place: Path | None, files: tuple[tuple[str, int, int], ...]) -> Splits:
+    """Read and check rows that are at `place`, if here; `files`, with times and bytes, tell whether they changed."""
     kind = row_kind(run)
-    splits = _read_splits(run, kind)
-    splits = check_rows_apart(splits, run)
+    splits = check_rows_apart(_read_splits(run, place, kind), run)
     limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
     cut = {name: getattr(splits, name)[:limit] for name, limit in limits.items() if limit > 0}
     return kind.finish(replace(splits, **cut))
 
 
-def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
-    place = _place_here(run.data)
+def _read_splits(run: RunConfig, place: Path | None, kind: RowKind) -> Splits:
     if place or is_url(run.data):
         source = str(place or run.data)
         found = _splits_of_source(source, kind, run)
@@ -90,21 +69,18 @@ def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
         source, found = f"The dataset {run.data}", _splits_on_hub(run)
     else:
         raise BadInputError(
-            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds the "
-            f"files train, validation and test ({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a "
-            "dataset on the Hub."
+            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds train, "
+            f"validation and test, a file ({', '.join(kind.suffixes)}), a URL, or the id of a dataset on the Hub."
         )
-    names = _chosen_splits(list(found), source, run)
-    _say_names({split: (name, found[name][1]) for split, name in names.items()}, source)
-    return hold_out({split: checked(*found[name], kind) for split, name in names.items()}, source, kind.belongs_to)
+    names = _chosen_splits({name: place for name, (_, place) in found.items()}, source, run)
+    rows = {split: checked(*found[name], kind) for split, name in names.items()}
+    for each in rows.values():
+        check_ids(each)
+    return hold_out(rows, source, kind.belongs_to)
 
 
-def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, str]:
-    """Return what a source calls the splits of a run, and say which others it has.
-
-    Raises:
-        BadInputError: there is none to train on, or none of a name that was asked for.
-    """
+def _chosen_splits(there: dict[str, str], source: str, run: RunConfig) -> dict[str, str]:
+    """Return what a source calls the splits of a run, and say which of `there`, with their places, are others."""
     chosen = {}
     for split, words in SPLIT_WORDS.items():
         setting = f"dataset_{split}_split"
@@ -114,79 +90,53 @@ def _chosen_splits(there: list[str], source: str, run: RunConfig) -> dict[str, s
         if found:
             chosen[split] = found
         elif split == "train" or is_asked_for:
-            raise BadInputError(
-                f"{source} has no split {name!r} (there are: {', '.join(there)}): pass --{setting}, or give it one."
-            )
+            listed = ", ".join(there)
+            raise BadInputError(f"{source} has no split {name!r} (there are: {listed}): pass another --{setting}.")
     others = [name for name in there if name not in chosen.values()]
     say_once(f"{source} also has the splits {', '.join(others)}, which are not read" if others else "")
+    called = ((split, name if name != split else Path(there[name]).name) for split, name in chosen.items())
+    renamed = [f"{name} is {split}" for split, name in called if split_named(name) and split[:3] not in name.lower()]
+    say_once(f"{source}: {', '.join(renamed)}" if renamed else "")
     return chosen
 
 
-def _say_names(names: dict[str, tuple[str, str]], source: str) -> None:
-    """Say which splits are called otherwise, by what a source calls each, and where it is."""
-    called = {split: name if name != split else Path(place).name for split, (name, place) in names.items()}
-    others = [
-        f"{name} is {split}" for split, name in called.items() if split_named(name) and split[:3] not in name.lower()
-    ]
-    say_once(f"{source}: {', '.join(others)}" if others else "")
-
-
 def _splits_of_source(source: str, kind: RowKind, run: RunConfig) -> dict[str, tuple[Found, str]]:
-    """Return the rows of each split of a file or folder, with what they are read from."""
     if run.dataset_revision:
-        raise BadInputError(
-            f"dataset_revision is {run.dataset_revision!r}, but it is for datasets of the Hub, and {source} is a file "
-            "or folder: leave --dataset_revision out."
-        )
+        raise BadInputError(f"dataset_revision is {run.dataset_revision!r}, but {source} is not on the Hub: drop it.")
     if os.path.isdir(source) or (is_url(source) and suffix_of(source) not in kind.suffixes):
         folder = source.rstrip("/")
         files = files_of_splits(folder, kind, run.dataset_config)
         places = {split: folder if is_url(folder) else os.path.commonpath(names) for split, names in files.items()}
-        return {split: (_rows_of_files(names, kind), places[split]) for split, names in files.items()}
+        return {split: (_rows_of_files(names), places[split]) for split, names in files.items()}
     if run.dataset_config:
         raise BadInputError(f"dataset_config is {run.dataset_config!r}, but {source} is a file: leave it out.")
     if suffix_of(source) not in kind.suffixes or not (is_url(source) or os.path.isfile(source)):
-        raise BadInputError(
-            f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one of these, a "
-            "spreadsheet as .csv."
-        )
-    return {split: (rows, source) for split, rows in splits_of_file(source, kind.holds).items()}
+        raise BadInputError(f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as .csv.")
+    return {split: (rows, source) for split, rows in splits_of_file(source).items()}
 
 
-def _rows_of_files(files: Sequence[str], kind: RowKind) -> Found:
-    """Yield the rows of files of one split, one file after another."""
+def _rows_of_files(files: Sequence[str]) -> Found:
     for file in files:
-        splits = splits_of_file(file, kind.holds)
+        splits = splits_of_file(file)
         if len(splits) > 1:
-            raise BadInputError(
-                f"{file} holds {', '.join(splits)}, but is one split of its folder: pass --data with the file itself."
-            )
+            raise BadInputError(f"{file} holds {', '.join(splits)}, but is one split of its folder: pass it itself.")
         yield from next(iter(splits.values()))
 
 
 def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
-    """Return the rows of each split of a dataset of the Hub, with its name."""
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
-        found = load_dataset(
-            run.data,
-            run.dataset_config or None,
-            revision=run.dataset_revision or None,
-            trust_remote_code=False,
-        )
+        revision = run.dataset_revision or None
+        found = load_dataset(run.data, run.dataset_config or None, revision=revision, trust_remote_code=False)
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
+        said = f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data."
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
-            raise BadInputError(f"The dataset {run.data} needs another --dataset_config: {reason}") from None
-        if "is a gated dataset" in reason:
-            raise BadInputError(
-                f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
-            ) from None
-        raise BadInputError(
-            f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data or "
-            "--dataset_revision."
-        ) from None
+            said = f"The dataset {run.data} needs another --dataset_config: {reason}"
+        elif "is a gated dataset" in reason:
+            said = f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
+        raise BadInputError(said) from None
     _check_commit(run, next(iter(found.values())).cache_files)
     source = f"dataset {run.data}"
 
@@ -198,10 +148,9 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
 
 
 def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
-    """Refuse rows of another commit than the revision's, which `datasets` may return.
+    """Refuse rows of another commit than the revision's: without a network `datasets` takes the newest in its cache.
 
-    Without a network it takes the newest copy in its cache, whatever revision is asked for. `cached`: the files of a
-    split, in a folder named by its commit.
+    `cached`: the files of a split, in a folder named by its commit.
     """
     revision = run.dataset_revision or "main"
     ref = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=run.data, repo_type="dataset") / "refs" / revision
@@ -209,20 +158,15 @@ def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
     for loaded in {Path(file["filename"]).parent.name for file in cached}:
         if COMMIT.fullmatch(asked) and COMMIT.fullmatch(loaded) and loaded != asked:
             raise BadInputError(
-                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}, "
-                "and the Hub is not asked: read that revision again with a network, or pass --dataset_revision with "
-                "the one that was read last."
+                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}: "
+                "read that with a network, or pass --dataset_revision with the one that was read last."
             )
 
 
 def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable[[Row], str] | None = None) -> Splits:
-    """Return `splits` with training rows held out for each of validation and test that is missing.
+    """Return `splits` with the same tenth of the training rows, each time, held out for each split that is missing.
 
-    They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time. Rows for which `belongs_to` returns
-    the same come into one split. Of rows with labels each label is held out alike, and one row of it stays.
-
-    Raises:
-        BadInputError: there are too few rows to hold one out.
+    Rows for which `belongs_to` returns the same come into one. Labels are held out alike, and one row of each stays.
     """
     rows, others = splits["train"], dict(splits)
     missing = [name for name in SPLIT_NAMES if name not in splits]
@@ -235,7 +179,6 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
             divided = " (empty lines divide the texts of a .txt)" if source.endswith(TEXT_FILE) else ""
             staying = f", as one of each of the {kinds} labels stays there" if labels else ""
             raise BadInputError(f"{source} has {there}: give its train split at least {least} rows{divided}{staying}.")
-        check_ids(rows)
         wanted = min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
         share = f"{'about ' if belongs_to or labels else ''}{wanted:,} of its {len(rows):,} training rows"
         each = "each" if missing[1:] else "it"
@@ -266,43 +209,27 @@ def _alike_by_label(order: list[list[int]], labels: list[str]) -> tuple[list[lis
 
 def _groups_of(rows: Sequence[Row], belongs_to: Callable[[Row], str] | None) -> list[list[int]]:
     """Return the numbers of rows that must stay together, in the order of the first of each."""
-    if belongs_to is None:
-        return [[number] for number in range(len(rows))]
-    groups: dict[str, list[int]] = {}
+    groups: dict[str | int, list[int]] = {}
     for number, row in enumerate(rows):
-        groups.setdefault(belongs_to(row), []).append(number)
+        groups.setdefault(belongs_to(row) if belongs_to else number, []).append(number)
     return list(groups.values())
 
 
-def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens, by the run's task and settings.
-
-    Raises:
-        BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
-    """
+def tokens_of(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
+    """Return every row as tokens, by the run's task and settings; refuse rows with nothing to learn, or cut ones."""
     return row_kind(run).tokenize(rows, tokenizer, run)
 
 
-def tokenized(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Splits:
-    """Return training and validation rows as tokens; those that are tokens already stay as they are.
-
-    Rows that are validated without answers come longest first, so that their batches have little padding.
-
-    Raises:
-        BadInputError: see `tokens_of`.
-    """
+def tokenized(splits: Splits, tokenizer: Tokenizer, run: RunConfig) -> Splits:
+    """Return training and validation rows as tokens, unless they are; by loss alone the longest are validated first."""
     if "input_ids" in splits.train[0]:
         return splits
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     return replace(splits, train=train, validation=validation if run.goal.converses else longest_first(validation))
 
 
-def check_tokens(splits: Splits, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> None:
-    """Check what a tokenizer alone tells of rows: control tokens in their texts, and what `long_texts` refuses.
-
-    Raises:
-        BadInputError: a row is to be refused for either; with where it stands.
-    """
+def check_tokens(splits: Splits, tokenizer: Tokenizer, run: RunConfig) -> None:
+    """Refuse what a tokenizer alone tells of rows: control tokens in texts, and answers that `long_texts` refuses."""
     every = (splits.train, splits.validation, splits.test)
     check_control_tokens(every, tokenizer, run)
     if run.long_texts == "refuse":

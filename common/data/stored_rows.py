@@ -1,15 +1,14 @@
 """Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps.
 
-A file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
+The file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
 """
 
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -20,19 +19,13 @@ from common.runtime.world import is_main_process
 if TYPE_CHECKING:
     from datasets import Dataset
 
-IN_MEMORY = 256 * 2**20
-"""Bytes of rows, about, that are held in memory."""
-ROW_BYTES, TOKEN_BYTES = 1_000, 48
-"""What a row's dictionaries and lists take, and a token: its number, and its place in three lists."""
-BATCH_ROWS = 1_000
-"""Rows that are read or turned into tokens at once."""
+IN_MEMORY = 256 * 2**20  # bytes of rows, about
+ROW_BYTES, TOKEN_BYTES = 1_000, 48  # of a row's dictionaries and lists, and of a token and its place in three lists
+BATCH_ROWS = 1_000  # read or turned into tokens at once
 
 
 def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str, Any]]:
-    """Return all `rows` in their order, as a list, or on disk where they would take more than `IN_MEMORY`.
-
-    `title`: of the progress that rank 0 shows once it takes more than two seconds; empty = none.
-    """
+    """Return all `rows` as a list, or on disk where they would fill memory; `title`: of the progress that is shown."""
     following = iter(_progress(rows, title, unit=" rows") if title else rows)
     held, taken = [], 0
     for row in following:
@@ -50,50 +43,24 @@ def _bytes_of(row: dict[str, Any]) -> int:
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
-    """Write rows into the cache of `datasets`, and return them from there.
+    from datasets import Dataset, Features, Json, config  # here: it takes two seconds to import
+    from datasets.arrow_writer import ArrowWriter
 
-    Raises:
-        BadInputError: the cache cannot be written, say because its disk is full.
-    """
-    from datasets import config  # here: it takes two seconds to import
-    from datasets.exceptions import DatasetGenerationError
-
-    cache = Path(config.HF_DATASETS_CACHE)
+    cache, features = Path(config.HF_DATASETS_CACHE), Features({"row": Json()})  # rows of one file may have other keys
     try:
         cache.mkdir(parents=True, exist_ok=True)
         # open files cannot be removed on some network file systems
         with tempfile.TemporaryDirectory(prefix="rows-", dir=cache, ignore_cleanup_errors=True) as folder:
-            return RowsOnDisk(_mapped(rows, folder))
-    except (DatasetGenerationError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
-        if isinstance(cause, OSError):
-            raise BadInputError(
-                f"The rows take more than memory is meant to hold, and cannot be written into the cache {cache} "
-                f"({cause}): make room there, or set HF_DATASETS_CACHE to a folder with more."
-            ) from None
-        raise cause from None  # what is wrong with a row
-
-
-def _mapped(rows: Iterable[dict[str, Any]], folder: str) -> "Dataset":
-    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown.
-
-    The rows come with their own, and once: not on every rank.
-    """
-    from datasets import Dataset, Features, Json
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        return Dataset.from_generator(
-            lambda: ({"row": row} for row in rows),
-            features=Features({"row": Json()}),  # rows of one file may have other keys
-            cache_dir=folder,
-            fingerprint=uuid.uuid4().hex,
-        )
-    finally:
-        if not were_disabled:
-            enable_progress_bars()
+            with ArrowWriter(path=f"{folder}/rows.arrow", features=features) as writer:
+                for row in rows:
+                    writer.write(features.encode_example({"row": row}))
+                writer.finalize()
+            return RowsOnDisk(Dataset.from_file(f"{folder}/rows.arrow"))
+    except OSError as error:
+        raise BadInputError(
+            f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({error}): make "
+            "room there, or set HF_DATASETS_CACHE to a folder with more."
+        ) from None
 
 
 def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[Any]:
@@ -101,39 +68,25 @@ def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[
 
 
 class RowsOnDisk(Sequence[dict[str, Any]]):
-    """Rows that are read from disk when they are asked for.
-
-    Processes that are started by `spawn` cannot take them, as their file is gone; those that are forked can.
-    """
+    """Rows in one column `row`, read from disk when asked for; processes started by `spawn` cannot take them."""
 
     def __init__(self, mapped: "Dataset") -> None:
-        """`mapped`: with a column `row`."""
-        self._mapped = mapped
+        self.mapped = mapped
 
     def __len__(self) -> int:
-        return len(self._mapped)
+        return len(self.mapped)
 
-    @overload
-    def __getitem__(self, place: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, place: slice) -> "RowsOnDisk": ...
     def __getitem__(self, place: int | slice) -> "dict[str, Any] | RowsOnDisk":
-        if isinstance(place, slice):
-            return self.taken(range(len(self))[place])
-        return self._mapped[place]["row"]
+        return take(self, range(len(self))[place]) if isinstance(place, slice) else self.mapped[place]["row"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for start in range(0, len(self), BATCH_ROWS):
-            yield from self._mapped[start : start + BATCH_ROWS]["row"]
-
-    def taken(self, numbers: Sequence[int]) -> "RowsOnDisk":
-        """Return the rows of these numbers, in this order."""
-        return RowsOnDisk(self._mapped.select(numbers))
+            yield from self.mapped[start : start + BATCH_ROWS]["row"]
 
 
 def take(rows: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Sequence[dict[str, Any]]:
     """Return the rows of these numbers, in this order: in memory if `rows` are, else on disk."""
-    return rows.taken(numbers) if isinstance(rows, RowsOnDisk) else [rows[number] for number in numbers]
+    return RowsOnDisk(rows.mapped.select(numbers)) if isinstance(rows, RowsOnDisk) else [rows[n] for n in numbers]
 
 
 def batches_of(rows: Sequence[dict[str, Any]], title: str) -> Iterator[list[dict[str, Any]]]:

@@ -13,45 +13,23 @@ from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
-LARGEST_FIELD = 2**31 - 1
-"""Characters of a field of a CSV file: the most that Python's reader can be told on every system."""
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 """Of CSV files; spreadsheets write semicolons where the comma divides a number."""
-SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)
-"""What Excel writes, and reads, before the names of the columns."""
-SNIFFED_LINES = 20
-"""Lines of a CSV file by which its delimiter is found."""
-MOST_LEVELS = 100
-"""Lists and objects within each other in a row; at about a thousand all that walks through a row fails."""
-WRAPPERS = 2
-"""Objects around the rows of a JSON file, at most, as in `{"data": {"train": [...]}}`."""
-COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)
-"""Columns of rows that are known, by which an object is a row and no wrapper of rows."""
+SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)  # what Excel writes before the names of columns
+MOST_LEVELS = 100  # lists and objects within each other; at about 1,000 what walks through a row fails
+WRAPPERS = 2  # objects around the rows of a JSON file, at most
+COLUMNS = (*(each.needs for each in FORMATS), *ELSEWHERE)  # by which an object is a row and no wrapper of rows
 DECODER, SPACES = json.JSONDecoder(), re.compile(r"\s*")
-HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-"""How JSON escapes each half of a character such as an emoji."""
-
-
-# -- CSV
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes each half of an emoji
 
 
 def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
-    """Yield the rows of a CSV file, which begins with the names of the columns, and where each stands.
-
-    What spreadsheets add is left out: empty rows, and empty columns without a name (pandas' index may be filled).
-
-    Args:
-        lines: With their ends.
-        delimiter: Empty = the one of the line `sep=`, or that fits the first lines best.
-
-    Raises:
-        BadInputError: a name stands twice, a row has more cells than there are names, or its quotes do not end.
-    """
-    csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
+    """Yield the rows of a CSV file, and where each stands; `delimiter`: empty = that of a line `sep=`, or what fits."""
+    csv.field_size_limit(2**31 - 1)  # the most on every system: Python's own limit is 128 KiB, which a text may have
     head, number = first_lines(lines), 0
     if head and (named := SEPARATOR_LINE.fullmatch(head[-1])):
         delimiter, head = named[1], first_lines(lines)
-    sample = [*head[-1:], *islice(lines, SNIFFED_LINES)]
+    sample = [*head[-1:], *islice(lines, 20)]
     try:
         delimiter = delimiter or _delimiter_of(sample, source)
         padded = _is_padded(sample, delimiter)
@@ -99,17 +77,10 @@ def _is_padded(sample: list[str], delimiter: str) -> bool:
     return any(name.startswith(" ") for name in names[1:]) or any(quoted)
 
 
-# -- JSON
-
-
 def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
-    """Return the rows of a JSON or JSONL file by split, and where each stands; without splits all are `train`.
+    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`.
 
-    JSON is read at once, and may be a list of rows, a row, an object that holds rows, by the names of splits or by
-    another, or a table as pandas writes it. JSONL is read line by line.
-
-    Raises:
-        BadInputError: it is neither.
+    JSON is read at once, and may be a list of rows, a row, an object that holds rows by any name, or pandas' table.
     """
     head = first_lines(lines)
     first = head[-1].strip() if head else ""
@@ -119,21 +90,17 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
     if more and more[-1].strip():
         return {"train": parse_lines(chain(head, more, lines), source)}
     content = "".join(chain(head, more, lines))
-    if not content.strip():
-        return {"train": []}
     try:
-        found = _decoded(content, source, _values_in) if goes_on else [_decoded(content, source)]
+        found = _decoded(content, source, _values_in)
     except json.JSONDecodeError as error:
         if not is_list:
             return {"train": parse_lines(content.split("\n"), source)}
         raise BadInputError(
             f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
         ) from None
-    if len(found) > 1:  # as jq writes rows: one after another, in several lines each
+    if len(found) != 1:  # none, or as jq writes rows: one after another, in several lines each
         return {"train": _numbered(found, content, f"{source}, row")}
-    value = found[0]
-    splits = {"train": value} if is_list else _splits_in(value, WRAPPERS)
-    splits = splits or {"train": [value]}
+    splits = {"train": found[0]} if is_list else _splits_in(found[0], WRAPPERS) or {"train": found}
     return {
         split: _numbered(rows, content, f"{source}, row" if len(splits) == 1 else f"{source}, {split} row")
         for split, rows in splits.items()
@@ -141,7 +108,6 @@ def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
 
 
 def _numbered(rows: list[Any], content: str, where: str) -> Found:
-    """Yield the rows of JSON with where each stands; `content`: the text that held them."""
     is_odd = _is_odd(content)
     for number, row in enumerate(rows, 1):
         if is_odd:
@@ -150,11 +116,7 @@ def _numbered(rows: list[Any], content: str, where: str) -> Found:
 
 
 def parse_lines(lines: Iterable[str], source: str) -> Found:
-    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
-
-    Raises:
-        BadInputError: a line is no JSON.
-    """
+    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out."""
     for number, line in enumerate(lines, 1):
         where, content = f"{source}, line {number}", line.rstrip()  # a fault at its end is then in this line
         if not content:
@@ -182,12 +144,7 @@ def _values_in(text: str) -> list[Any]:
 
 
 def _decoded(text: str, where: str, decode: Callable[[str], Any] = json.loads) -> Any:
-    """Return what a text of JSON says.
-
-    Raises:
-        JSONDecodeError: it is no JSON.
-        BadInputError: it is, but Python does not read it.
-    """
+    """Return what a text of JSON says, or raise JSONDecodeError; refuse what is JSON, but Python does not read."""
     try:
         return decode(text)
     except json.JSONDecodeError:
@@ -202,25 +159,21 @@ def _is_odd(text: str) -> bool:
 
 
 def _check_odd(row: Any, where: str) -> None:
-    level, depth = [row], 0
-    while level := [
-        each
-        for value in level
-        if isinstance(value, list | dict)
-        for each in (value.values() if isinstance(value, dict) else value)
-    ]:
-        depth += 1
-        if depth > MOST_LEVELS:
-            raise BadInputError(
-                f"{where} has more than {MOST_LEVELS} lists and objects within each other: correct or remove it."
-            )
+    if _levels_of(row) > MOST_LEVELS:
+        raise BadInputError(f"{where} has more than {MOST_LEVELS} lists and objects within each other: correct it.")
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ascii(error.object[error.start])
-        raise BadInputError(
-            f"{where} has half of a character, {half}, which is no text: correct or remove it."
-        ) from None
+        raise BadInputError(f"{where} has half of a character, {half}, which is no text: correct it.") from None
+
+
+def _levels_of(value: Any, most: int = MOST_LEVELS) -> int:
+    """Return how many lists and objects are within each other, of more than `most` one more."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    if parts is None or most < 0:
+        return 0
+    return 1 + max((_levels_of(part, most - 1) for part in parts), default=0)
 
 
 def _goes_on(line: str) -> bool:
@@ -273,9 +226,6 @@ def _is_row(value: dict[str, Any], least: int = 1) -> bool:
     names = {name.lower() for name, each in value.items() if not isinstance(each, list | dict)}
     is_known = any(names.issuperset(columns) for columns in COLUMNS if len(columns) >= least)
     return is_known or any(map(are_messages, value.values()))
-
-
-# -- plain text
 
 
 def parse_paragraphs(lines: Iterator[str], source: str) -> Found:

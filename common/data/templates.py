@@ -9,11 +9,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils.chat_template_utils import encode_marked_chat
 
 from common.base.errors import BadInputError, begin_of, reading
-from common.data.answer_ends import SlowTemplateError, answer_ends, check_named_templates, in_time, say_ends
+from common.data.answer_ends import answer_ends, check_named_templates, in_time, say_ends
 from common.data.control_tokens import AS_TEXT, control_token_in, control_tokens, marked
 from common.data.formats import is_left_out
 from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
@@ -25,29 +25,19 @@ PLAIN_TEMPLATE = (
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
 )
-"""For tokenizers without a chat template, such as GPT-2's: each message on a line of its own, and the end token after
-each answer. The begin token comes first where the tokenizer writes one."""
+"""For tokenizers without a chat template, such as GPT-2's: a message on each line, the end token after each answer."""
 
-QUIET = {"verbose": False}
-"""Says nothing of rows that are longer than the model reads: they are cut later."""
+QUIET = {"verbose": False}  # says nothing of rows that are longer than the model reads: they are cut later
 REMEDY = "remove such rows, or pass a --model whose template takes them."
 
 
-def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
-    """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end.
-
-    Raises:
-        BadInputError: the tokenizer has no end token either, so that no answer could end; or several templates, of
-            which none is for all rows.
-    """
+def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
+    """Give a tokenizer that has no chat template the plain one; return a line that says so, or how answers end."""
     if tokenizer.chat_template is not None:
         check_named_templates(tokenizer, model)
         return say_ends(tokenizer, model)
     if tokenizer.eos_token is None:
-        raise BadInputError(
-            f"The tokenizer of {model} has neither a chat template nor an end token, so that no answer could end: "
-            "give it a chat_template or an eos_token, or pass another --model."
-        )
+        raise BadInputError(f"The tokenizer of {model} has neither a chat template nor an end token: give it one.")
     tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (
         f"{model} has no chat template: rows are written as plain text, each message on a line of its own and "
@@ -55,53 +45,46 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     )
 
 
-def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+def begins_by_itself(tokenizer: Tokenizer) -> bool:
     """Return whether a tokenizer puts its begin token before a text that has none."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None.
-
-    Raises:
-        SlowTemplateError: it computes without end.
-    """
+def training_template(tokenizer: Tokenizer, template: str) -> str | None:
+    """Return a template that marks every answer (`{% generation %}`): `template`, TRL's version of it, or None."""
     if re.search(r"{%-?\s*generation", template):
         return template
     from trl.chat_template_utils import get_training_chat_template  # here: it imports datasets, which takes 2 seconds
 
     with_one = copy(tokenizer)
     with_one.chat_template = template
-    try:
-        with in_time("A conversation"), reading("The template"):  # TRL tries it
-            return get_training_chat_template(with_one)
-    except SlowTemplateError:
-        raise
-    except BadInputError:  # TRL has no version of it
-        return None
+    with in_time("A conversation"), suppress(BadInputError), reading("The template"):  # TRL tries it, or has none
+        return get_training_chat_template(with_one)
+    return None
 
 
-def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def prompt_ids(rows: Sequence[Row], tokenizer: Tokenizer) -> list[list[int]]:
     """Return what each row's last answer follows, or how its plain text begins: what generation starts from."""
     if is_plain(rows):
         return tokenizer([opening_of(row["text"]) for row in rows], **AS_TEXT)["input_ids"]
     return _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, answer_follows=True)
 
 
-def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -> list[Tokens]:
+def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]:
     """Return whole rows as tokens, with labels on what `train_on` names (common/base/settings.py).
 
-    The answers are those that the template marks. Where neither it nor TRL's version of it does, they are what a row's
-    answers add to the tokens of the turns before them. A row with a picture has its tokens before all texts, and its
-    `picture` to make numbers of.
+    Answers are what the template, or TRL's version of it, marks; else what they add to the tokens of the turns before.
     """
     if "picture" in rows[0]:
-        by_turns = zip(_encode_by_turns(rows, tokenizer, train_on), rows, strict=True)
-        return [{**without_picture_labels(each, tokenizer), "picture": row["picture"]} for each, row in by_turns]
+        encoded = _encode_by_turns(rows, tokenizer, train_on)
+        return [
+            {**without_picture_labels(each, tokenizer), "picture": row["picture"]}
+            for each, row in zip(encoded, rows, strict=True)
+        ]
     if train_on != "assistant" or not tokenizer.is_fast:
         return _encode_by_turns(rows, tokenizer, train_on)
     pattern, tokens, templates = control_tokens(tokenizer), [], {}
-    ends = [end.ids for end in answer_ends(tokenizer) if end.token_id is not None]
+    ends = [end.ids for end in answer_ends(tokenizer) if end.ids]
     for (tools, is_usual), group in groupby(rows, key=lambda row: (row.get("tools"), _is_usual(row, pattern))):
         own = tokenizer.get_chat_template(tools=tools)
         if own not in templates:
@@ -133,9 +116,7 @@ def _with_ends(mask: list[int], ids: list[int], ends: list[list[int]]) -> list[i
     return mask
 
 
-def _encode_by_turns(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str, template: str | None = None
-) -> list[Tokens]:
+def _encode_by_turns(rows: list[Row], tokenizer: Tokenizer, train_on: str, template: str | None = None) -> list[Tokens]:
     """Return whole rows as tokens; what each turn adds tells what is learnt. `template`: None = the tokenizer's own."""
     whole = _ids(rows, tokenizer, template=template)
     if train_on == "all":
@@ -155,16 +136,9 @@ def _encode_by_turns(
 
 
 def _add_earlier_answers(
-    masks: list[list[bool]],
-    rows: list[Row],
-    whole: list[list[int]],
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
+    masks: list[list[bool]], rows: list[Row], whole: list[list[int]], tokenizer: Tokenizer, template: str | None
 ) -> None:
-    """Mark the answers before each row's last one, unless their weight is 0 or the whole row writes them otherwise.
-
-    So do templates that remove earlier thoughts: what generation would have written is not in such a row.
-    """
+    """Mark earlier answers, unless their weight is 0 or the row writes them otherwise, as without their thoughts."""
     earlier = [
         (number, turn)
         for number, row in enumerate(rows)
@@ -180,35 +154,25 @@ def _add_earlier_answers(
 
 
 def _first(row: Row, count: int) -> Row:
-    """Return a row's first messages, with its tools."""
     return {**row, "messages": row["messages"][:count]}
 
 
 def _ids(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bool = False, template: str | None = None
+    rows: list[Row], tokenizer: Tokenizer, answer_follows: bool = False, template: str | None = None
 ) -> list[list[int]]:
     """Return what the template writes of rows, as tokens; control tokens in their texts are encoded as text."""
     ids: list[list[int]] = []
     pattern = control_tokens(tokenizer)
-    for (_, has_token), group in groupby(
-        rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern) is not None)
-    ):
-        conversations = list(group)
+    groups = groupby(rows, key=lambda row: (row.get("tools"), control_token_in(row, pattern) is not None))
+    for (_, has_token), group in groups:
         settings = {"add_generation_prompt": answer_follows, "chat_template": template}
-        encoded = _applied(conversations, tokenizer, pattern if has_token else None, **settings)
-        for row, row_ids in zip(conversations, encoded["input_ids"], strict=True):
-            ids.append(with_picture_tokens(row_ids, row, tokenizer) if "picture" in row else row_ids)
-    return ids
+        ids += _applied(list(group), tokenizer, pattern if has_token else None, **settings)["input_ids"]
+    pairs = zip(ids, rows, strict=True)
+    return [with_picture_tokens(each, row, tokenizer) if "picture" in row else each for each, row in pairs]
 
 
-def _applied(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, as_text: re.Pattern[str] | None = None, **settings: Any
-) -> Any:
-    """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them.
-
-    Raises:
-        BadInputError: a row cannot be written or encoded; with where it stands.
-    """
+def _applied(rows: list[Row], tokenizer: Tokenizer, as_text: re.Pattern[str] | None = None, **settings: Any) -> Any:
+    """Return rows that have the same tools as tokens, by the chat template; `as_text` finds what is text in them."""
     places = " to ".join(dict.fromkeys(place_of(row) for row in (rows[0], rows[-1])))
     messages, tools = [_messages(row, tokenizer) for row in rows], rows[0].get("tools")
     if as_text:
@@ -227,7 +191,7 @@ def _applied(
         raise
 
 
-def _messages(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def _messages(row: Row, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     messages = with_part(row) if "picture" in row else row["messages"]
     has_calls = any("tool_calls" in message for message in messages)
     if has_calls and _takes_text(tokenizer, str(tokenizer.chat_template)):
@@ -236,7 +200,7 @@ def _messages(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, An
 
 
 @lru_cache(maxsize=4)
-def _takes_text(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+def _takes_text(tokenizer: Tokenizer, template: str) -> bool:
     """Return whether the tokenizer's `template` writes a call's arguments only where they are a text."""
 
     def written(arguments: object) -> str:
@@ -257,13 +221,8 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
-def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template that cannot write the turns of a row, or drops one.
-
-    Raises:
-        BadInputError: with where the row stands and its turns, or the message that is dropped; or it computes without
-            end.
-    """
+def check_template(row: Row, turns: tuple[str, ...], tokenizer: Tokenizer) -> None:
+    """Refuse a template that cannot write the turns of a row in time, or drops one."""
     template = f"chat template of {tokenizer.name_or_path}"
     what = f"{place_of(row)}, with the turns {', '.join(turns)} as the {template} writes them,"
     with in_time(what), reading(what, REMEDY, "written"):  # such as an unknown role, a second system message

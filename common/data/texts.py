@@ -4,12 +4,12 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
@@ -17,47 +17,31 @@ from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import (
-    Found,
-    Row,
-    RowKind,
-    Splits,
-    Tokens,
-    padded_shape,
-    placed,
-    places_of,
-    shown,
-)
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
-LIMITS = {"text": "max_length", "summary": "max_target_length"}
-"""The setting that says how many tokens of a row's text, and of its summary, are read or learnt."""
-MOST_LABELS, MOST_LABELS_SAID = 100, 20
-"""In a record and in a line, of the commonest: there may be hundreds of thousands."""
+LIMITS = {"text": "max_length", "summary": "max_target_length"}  # settings of tokens that are read or learnt
+MOST_LABELS, MOST_LABELS_SAID = 100, 20  # of the commonest, in a record and in a line
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
-    return _row_kind(
-        run, ("text", "label"), "row per label", tokenize=tokenize_labelled, finish=with_classes, shape=shape_of_labels
-    )
+    return _row_kind(run, ("text", "label"), finish=with_classes, shape=shape_of_labels)
 
 
 def summary_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
-    return _row_kind(
-        run, ("text", "summary"), "text with its summary", tokenize=tokenize_summaries, shape=shape_of_summaries
-    )
+    return _row_kind(run, ("text", "summary"), shape=shape_of_summaries)
 
 
-def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, **more: Any) -> RowKind:
+def _row_kind(run: RunConfig, keys: tuple[str, ...], **more: Any) -> RowKind:
     columns = {key: getattr(run, f"{key}_column") for key in keys}
     return RowKind(
         suffixes=TABLES,
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
-        advice=advice,
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
+        tokenize=tokenize_texts,
         **more,
     )
 
@@ -73,34 +57,23 @@ def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> Bat
     return replace(padded_shape(longest), labelled=summary, target_length=summary)
 
 
-# -- what is read
-
-
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
-    """Yield the rows with their columns by key, and say how many are left out, if some may be empty.
-
-    `columns` has the name of each in the data.
-
-    Raises:
-        BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
-    """
+    """Yield the rows with their `columns` by key, and refuse those with an empty one, or say how many are left out."""
     empty: dict[str, list[str]] = {key: [] for key in columns}
-    filled = left_out = 0
+    count = left_out = 0
     for row, where in found:
         by_key = _columns_of(row, where, columns)
         lacking = [key for key, value in by_key.items() if not value.strip()]
         for key in lacking:
             empty[key].append(where.removeprefix(f"{source}, "))
-        if lacking:
-            left_out += 1
-        else:
-            filled += 1
+        count, left_out = count + 1, left_out + bool(lacking)
+        if not lacking:
             yield placed(by_key, where)
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
     if left_out:
-        say_once(f"{left_out:,} of {left_out + filled:,} rows have an empty column, and are left out")
+        say_once(f"{left_out:,} of {count:,} rows have an empty column, and are left out")
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
@@ -112,23 +85,13 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"pass --{key}_column with another name."
             )
         if isinstance(row[name], list | dict):
-            raise BadInputError(
-                f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
-            )
+            found = begin_of(row[name], 40)
+            raise BadInputError(f"{where} has {found!r} as {name!r}, but should have a text: correct it.")
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
 
 
-# -- labels
-
-
 def with_classes(splits: Splits) -> Splits:
-    """Return the rows with the number of their class: labels of the training rows, in their natural order.
-
-    Labels that are the same but for case, spaces or the form of their characters are said.
-
-    Raises:
-        BadInputError: there is one class only, or a label that no training row has.
-    """
+    """Return the rows with the number of their class: labels of the training rows, in their natural order."""
     classes = {label: number for number, label in enumerate(label_names(splits))}
     if len(classes) < 2:
         raise BadInputError(
@@ -152,13 +115,8 @@ def with_classes(splits: Splits) -> Splits:
 
 
 def label_names(splits: Splits) -> list[str]:
-    """Return the labels of the training rows, in the order of their numbers."""
-    return in_natural_order({row["label"] for row in splits.train})
-
-
-def in_natural_order(labels: Iterable[str]) -> list[str]:
-    """Return numbers by their size, and other labels by their letters, with numbers in them by their size."""
-    labels = sorted(labels)
+    """Return the training rows' labels in the order of their numbers: by size, or by letters and numbers in them."""
+    labels = sorted({row["label"] for row in splits.train})
     try:
         sizes = {label: float(label) for label in labels}
     except ValueError:
@@ -204,40 +162,8 @@ def say_balance(splits: Splits) -> str:
     return f"{sizes}; {listed}: the largest class has {largest / smallest:.1f} times the rows of the smallest"
 
 
-# -- tokens
-
-
-def tokenize_labelled(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text as tokens, with the tokenizer's own special ones, and the number of its class as its label.
-
-    Raises:
-        BadInputError: texts are longer than `max_length`, and must not be cut.
-    """
-    return _tokenize(rows, lambda batch: [row["class"] for row in batch], tokenizer, run)
-
-
-def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
-    """Return every text as tokens, with the tokens of its summary as labels; both end with the tokenizer's end token.
-
-    A summary that is cut at `max_target_length` has no end token.
-
-    Raises:
-        BadInputError: texts or summaries are too long, and must not be cut.
-    """
-
-    def summaries_of(batch: list[Row]) -> list[list[int]]:
-        summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
-        return [ids[: run.max_target_length] for ids in summaries]
-
-    return _tokenize(rows, summaries_of, tokenizer, run)
-
-
-def _tokenize(
-    rows: Sequence[Row],
-    labels_of: Callable[[list[Row]], list[int] | list[list[int]]],
-    tokenizer: PreTrainedTokenizerBase,
-    run: RunConfig,
-) -> Sequence[Tokens]:
+def tokenize_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text as tokens with special ones, and its class or summary; a cut summary has no end token."""
     for key, setting in LIMITS.items() if run.long_texts == "refuse" else ():
         if long := _too_long(rows, key, tokenizer, run):
             what = "texts" if key == "text" else "summaries"
@@ -250,18 +176,22 @@ def _tokenize(
         limit = {"truncation": True, "max_length": run.max_length}
         for batch in batches_of(rows, "tokenizing"):
             texts = tokenizer([row["text"] for row in batch], **limit, **AS_TEXT)["input_ids"]
-            for text, label in zip(texts, labels_of(batch), strict=True):
+            if "summary" in batch[0]:
+                summaries = tokenizer(text_target=[row["summary"] for row in batch], **AS_TEXT)["input_ids"]
+                labels = [ids[: run.max_target_length] for ids in summaries]
+            else:
+                labels = [row["class"] for row in batch]
+            for text, label in zip(texts, labels, strict=True):
                 yield {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
 
     return stored(encoded())
 
 
-def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
+def say_long_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> str:
     """Return one line that says how many training texts, and summaries, have more tokens than are read or learnt."""
     long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
-    said = f"no training text has more than {run.max_length} tokens"
-    if long:
-        said = f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
+    texts = f"{long:,} of {len(rows):,} training texts have" if long else "no training text has"
+    said = f"{texts} more than {run.max_length} tokens{', and are cut' if long else ''}"
     if not cut:
         return said
     return (
@@ -270,11 +200,10 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     )
 
 
-def _too_long(rows: Sequence[Row], key: str, tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
-    """Return the numbers of the rows whose `key`, text or summary if they have one, has more tokens than its limit."""
+def _too_long(rows: Sequence[Row], key: str, tokenizer: Tokenizer, run: RunConfig) -> list[int]:
+    """Return the numbers of the rows whose `key`, if they have it, has more tokens than its limit."""
     argument, limit = "text" if key == "text" else "text_target", getattr(run, LIMITS[key])
-    batches = batches_of(rows, "measuring") if rows and key in rows[0] else ()
-    whole = (
-        ids for batch in batches for ids in tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"]
-    )
-    return [number for number, ids in enumerate(whole) if len(ids) > limit]
+    lengths: list[int] = []
+    for batch in batches_of(rows, "measuring") if rows and key in rows[0] else ():
+        lengths += map(len, tokenizer(**{argument: [row[key] for row in batch]}, **AS_TEXT)["input_ids"])
+    return [number for number, length in enumerate(lengths) if length > limit]

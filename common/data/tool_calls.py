@@ -11,9 +11,8 @@ from common.base.errors import BadInputError, begin_of
 from common.data.rows import Row
 
 CALL = "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}"
-DECLARATION = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
-NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')
-"""How the JSON schema of a parameter allows null: among its types or values, or in OpenAPI's way."""
+DECLARATION = "[{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}]"
+NULL_IN_SCHEMA = re.compile(r'\bnull\b|"nullable": true')  # in JSON Schema's ways, or OpenAI's
 
 
 def from_json(value: object) -> object:
@@ -31,27 +30,15 @@ def from_text(value: object) -> object:
     return found
 
 
-# -- calls
-
-
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message whose `tool_calls` are a list of calls with a name and an object of arguments, or are left out.
-
-    OpenAI's interface has the arguments as a JSON text; a call without any has an empty object.
-
-    Raises:
-        BadInputError: they are none, or stand in another message than an assistant's.
-    """
+    """Return a message whose `tool_calls` are a list of calls with names and objects of arguments, or are left out."""
     calls = from_text(message.get("tool_calls") or None)
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
     if not isinstance(calls, list):
         raise BadInputError(f"{where} has `tool_calls` that are no list: {begin_of(calls)}; give it [{CALL}].")
     if message["role"] != "assistant":
-        raise BadInputError(
-            f"{where} has `tool_calls` in a message of the role {message['role']!r}: only an assistant calls tools; "
-            "correct it."
-        )
+        raise BadInputError(f"{where} has `tool_calls` in a message of the role {message['role']!r}: correct it.")
     return {**message, "tool_calls": [_call(from_text(call), where) for call in calls]}
 
 
@@ -63,7 +50,7 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise BadInputError(
             f"{where} calls {function['name']!r} with arguments that are no JSON object: {begin_of(arguments)!r}; give "
-            "it {'name': value, ...}, or such a text."
+            "it {'name': value, ...}."
         )
     called = {**function, "arguments": arguments}
     return called if function is call else {**call, "function": called}
@@ -71,9 +58,8 @@ def _call(call: object, where: str) -> dict[str, Any]:
 
 def with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message whose calls have their arguments as a JSON text, for templates that take no other."""
-    if "tool_calls" not in message:
-        return message
-    return {**message, "tool_calls": list(map(_with_text, message["tool_calls"]))}
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(_with_text, calls))} if calls else message
 
 
 def _with_text(call: dict[str, Any]) -> dict[str, Any]:
@@ -82,27 +68,14 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
-# -- declarations
-
-
 def with_tools(row: Row, where: str) -> Row:
-    """Return a row with its `tools` as a list of objects, or without any where that is empty.
-
-    Raises:
-        BadInputError: they are no such list.
-    """
-    tools = row.get("tools")
-    if isinstance(tools, str):  # as tables hold them
-        tools = from_text(tools) if tools.strip() else None
-        if isinstance(tools, str):
-            raise BadInputError(f"{where} has `tools` that are no JSON: {begin_of(tools)!r}; correct them.")
-    if tools in (None, []):
+    """Return a row with its `tools` as a list of objects, or without any where that is empty; refuse anything else."""
+    tools = from_text(row.get("tools"))  # a text, as tables hold them
+    if tools in (None, []) or (isinstance(tools, str) and not tools.strip()):
         return {name: value for name, value in row.items() if name != "tools"}
     tools = [_declared(from_text(tool)) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadInputError(
-            f"{where} has `tools` that are no list of objects: {begin_of(tools)}; give it [{DECLARATION}]."
-        )
+        raise BadInputError(f"{where} has `tools` that are no list of objects: {begin_of(tools)}; give {DECLARATION}.")
     return {**row, "tools": tools}
 
 
@@ -115,14 +88,10 @@ def _declared(tool: object) -> object:
     return {**tool, "parameters": from_text(tool["parameters"])} if "parameters" in tool else tool
 
 
-# -- structs of Arrow
-
-
 def as_written(row: Row) -> Row:
-    """Return a row of Arrow without what only other rows have, in calls of tools and in their declarations.
+    """Return a row of Arrow without the nulls that stand for other rows' keys, in calls of tools and in declarations.
 
-    Arrow gives each struct the keys of all rows, with null where a row has none. An argument that is null stays where
-    a tool of the row allows null for it; a text that holds JSON has its own keys alone.
+    An argument that is null stays where a tool of the row allows null for it; JSON in a text has its own keys alone.
     """
     tools = _without_nulls(row.get("tools"), is_inside=True)
     nullable = set(_nullable(tools))

@@ -23,9 +23,8 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from common.base.run_config import RunConfig
 from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
-from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
-from common.data.rows import IGNORED_LABEL, Row, is_plain
+from common.data.rows import IGNORED_LABEL, Row, answer_of, is_plain, question_of
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
 from common.models.minilm import MAX_TOKENS, minilm_folder

@@ -22,9 +22,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from common.base.run_config import RunConfig
-from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
-from common.data.rows import IGNORED_LABEL, Row, Tokens, said_in, tokens_in
+from common.data.rows import IGNORED_LABEL, Row, Tokens, answer_of, question_of, said_in, tokens_in
 from common.data.stored_rows import stored
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evaluation

@@ -20,9 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import Collate, make_collator
-from common.data.messages import answer_of, question_of
 from common.data.pictures import pixels_of
-from common.data.rows import Row, Tokens
+from common.data.rows import Row, Tokens, answer_of, question_of
 from common.data.splits import load_splits
 from common.runtime.recorder import RunRecorder
 from common.tasks import answers

@@ -51,7 +51,7 @@ def rows_of(count: int) -> list[Row]:
 
 def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_config: RunConfig, tmp_path: Path) -> None:
     run = replace(run_config, data=write(tmp_path / "all.jsonl", rows_of(40)))
-    first, again = load_splits(run), splits.read_splits.__wrapped__(run, ())
+    first, again = load_splits(run), splits.read_splits.__wrapped__(run, tmp_path / "all.jsonl", ())
     assert (sizes(first), first.held_out) == ((32, 4, 4), True)
     assert first == again
     assert sorted(row["id"] for row in rows_in(first)) == sorted(row["id"] for row in rows_of(40))

@@ -425,7 +425,7 @@ def test_pictures_in_lists_are_read_without_progress_of_their_own(
     table = Dataset.from_list(found, features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     capfd.readouterr()
-    read = [row for row, _ in files.splits_of_file(str(tmp_path / "rows.parquet"), "rows")["train"]]
+    read = [row for row, _ in files.splits_of_file(str(tmp_path / "rows.parquet"))["train"]]
     assert read == list(files.with_names(table))
     assert read == [{**row, "label": features["label"].names[row["label"]]} for row in found]
     assert not "".join(capfd.readouterr()), "nothing is cast"
@@ -494,7 +494,7 @@ def test_a_file_behind_http_is_read_by_its_begin(name: str, encoding: str, tmp_p
     write(tmp_path / name.partition("?")[0], text.encode(encoding))
     with HTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path))) as server:
         Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        lines = files.lines_of(f"http://127.0.0.1:{server.server_port}/{name}", "rows")
+        lines = files.lines_of(f"http://127.0.0.1:{server.server_port}/{name}")
         if encoding == "cp1252":
             with pytest.raises(BadInputError, match="is not UTF-8"):
                 list(lines)

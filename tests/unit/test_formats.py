@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.formats import recognise
-from common.data.messages import answer_of, question_of, tokenize_messages
-from common.data.rows import Row, Splits
+from common.data.messages import tokenize_messages
+from common.data.rows import Row, Splits, answer_of, question_of
 from common.data.splits import load_splits
 from common.data.templates import prompt_ids
 from tests.row_files import refusal_of, rows_in, text_of, write
@@ -131,7 +131,7 @@ def test_columns_are_named_by_settings(question: str, answer: str, tmp_path: Pat
     ("columns", "settings", "said"),
     [
         (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
-        (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
+        (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a' and completion_column is ''"),
         (["frage", "antwort"], {}, "columns frage, antwort, which are no format .* --prompt_column"),
         (["prompt", "chosen", "rejected"], {}, "these are pairs of answers.*go to 3.4"),
         (["prompt", "completion", "label"], {}, "good or bad"),
@@ -189,7 +189,7 @@ def calling(call: object) -> dict[str, Any]:
         (SHAREGPT, spoken_by(None), "has a message of the role .*, but the roles are"),
         # facts and tools
         (CHAT, {**CHAT, "facts": 5}, "has `facts` that are no list of texts"),
-        (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no JSON"),
+        (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no list of objects: add"),
         (CHAT, {**CHAT, "tools": "5"}, "has `tools` that are no list"),
         (CHAT, {**CHAT, "tools": "0"}, "has `tools` that are no list"),
         (CHAT, {**CHAT, "tools": ["add"]}, "has `tools` that are no list"),
@@ -217,8 +217,8 @@ def calling(call: object) -> dict[str, Any]:
         # plain text
         (TEXT, {"text": 5}, "has .* as its `text`, which should be a text"),
         (TEXT, {"text": ["a", "b"]}, "has .* as its `text`, which should be a text"),
-        (TEXT, {"text": ""}, "has .* as its `text`, of which nothing can be learnt"),
-        (TEXT, {"text": " "}, "has .* as its `text`, of which nothing can be learnt"),
+        (TEXT, {"text": ""}, "has '' as its `text`, which should be a text"),
+        (TEXT, {"text": " "}, "has ' ' as its `text`, which should be a text"),
     ],
 )
 def test_a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line(

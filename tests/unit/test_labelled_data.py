@@ -155,8 +155,13 @@ BROKEN = json.dumps(GOOD[0])[:-1]
             "{path}, row 1 has no column 'label' (there are: text, topic): correct it, or pass --label_column with "
             "another name.",
         ),
-        (LABELS, "train.csv", "", "The data file {path} is empty: give it at least one row per label."),
-        (LABELS, "train.csv", "text,label\n", "The data file {path} is empty: give it at least one row per label."),
+        (LABELS, "train.csv", "", "The data file {path} is empty: fill it, with the columns 'text' and 'label'."),
+        (
+            LABELS,
+            "train.csv",
+            "text,label\n",
+            "The data file {path} is empty: fill it, with the columns 'text' and 'label'.",
+        ),
         (
             LABELS,
             "train.csv",
@@ -246,8 +251,13 @@ BROKEN = json.dumps(GOOD[0])[:-1]
             "{path}, row 1 is 'a', but should have the columns dialogue, summary: correct it.",
         ),
         (CHATS, "train.json", "7", "{path}, row 1 is '7', but should have the columns dialogue, summary: correct it."),
-        (CHATS, "train.json", "[]", "The data file {path} is empty: give it at least one text with its summary."),
-        (CHATS, "train.json", "", "The data file {path} is empty: give it at least one text with its summary."),
+        (
+            CHATS,
+            "train.json",
+            "[]",
+            "The data file {path} is empty: fill it, with the columns 'dialogue' and 'summary'.",
+        ),
+        (CHATS, "train.json", "", "The data file {path} is empty: fill it, with the columns 'dialogue' and 'summary'."),
         (
             CHATS,
             "train.json",

@@ -16,9 +16,8 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.checks.preview import main as preview_command
-from common.data.messages import answer_of
 from common.data.row_checks import digest, say_once
-from common.data.rows import IGNORED_LABEL, Row, Splits, Tokens, texts_of
+from common.data.rows import IGNORED_LABEL, Row, Splits, Tokens, answer_of, texts_of
 from common.data.splits import check_tokens, load_splits, row_kind, tokens_of
 from common.data.templates import prompt_ids
 from common.data.texts import label_names, say_long_texts
