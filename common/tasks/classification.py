@@ -61,11 +61,7 @@ CLASSES = Objective(
 
 @dataclass(frozen=True)
 class Classified:
-    """What a model found in the texts of a split, in the data's order; the same on every rank.
-
-    Attributes:
-        labels: The names of the classes, in the order of their numbers.
-    """
+    """What a model found in the texts of a split, in the data's order, and the names of all classes."""
 
     labels: tuple[str, ...]
     found: tuple[int, ...]
@@ -126,10 +122,7 @@ def macro_f1_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[f
 def classify(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
 ) -> Classified:
-    """Return the labels that a model predicts for all rows.
-
-    Rank 0 writes predictions_`when`.csv into the results folder.
-    """
+    """Return the labels that a model predicts for all rows, on every rank; rank 0 writes predictions_`when`.csv."""
     texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, log.run)]
 
     def labels_of(numbers: list[int]) -> list[int]:
