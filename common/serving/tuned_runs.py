@@ -25,11 +25,10 @@ from common.planning.architectures import is_hub_id, read_config
 from common.planning.device_maps import whole_model_on
 from common.records.store import RECORD_NAME, Record, load_record
 
-PLAIN_MODULE = "megatron.core"  # which PEFT writes into the settings of each LoRA adapter, and never imports for one
 MADE_BY_RUNS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "fan_in_fan_out", "modules_to_save",
-    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "megatron_core",
+    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
 }  # fmt: skip
 """Settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults."""
 AGAIN = "Repeat the run, or take the adapter as it was saved."
@@ -40,21 +39,11 @@ QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
 
 @dataclass(frozen=True)
 class TunedRun:
-    """A run that ended well.
-
-    Attributes:
-        folder: Of its results.
-        run: Its settings, as for one device.
-    """
+    """A run that ended well: its results folder, its record, and its settings as for one device."""
 
     folder: Path
     record: Record
     run: RunConfig
-
-    @property
-    def device(self) -> str:
-        """Where models are loaded: where the run trained them, if there is such a device here."""
-        return "cuda:0" if self.run.device == "cuda" else "cpu"
 
     @property
     def recorded_base(self) -> str:
@@ -123,12 +112,11 @@ def _find_folder(name: str) -> Path:
 
 @dataclass(frozen=True)
 class TunedModels:
-    """Base and tuned model: with adapters one model, whose adapter can be switched off."""
+    """Base and tuned model: with adapters one model, which is the base while `without_adapter` is entered."""
 
     base: PreTrainedModel | PeftModel
     tuned: PreTrainedModel | PeftModel
     without_adapter: Callable[[], AbstractContextManager]
-    """Entered, it makes `base` the base."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -139,7 +127,7 @@ def load_models(tuned: TunedRun) -> TunedModels:
         BadInputError: the base is not there or cannot be loaded, or the adapter belongs to another one.
     """
     _check_base(tuned)
-    run, device = tuned.run, whole_model_on(tuned.device)
+    run, device = tuned.run, whole_model_on("cuda:0" if tuned.run.device == "cuda" else "cpu")
     tokenizer = load_tokenizer(run)
     if not run.method.has_adapters:
         model = load_base_model(replace(run, weights="pretrained"), device, source=tuned.whole_model)
@@ -155,11 +143,9 @@ def load_models(tuned: TunedRun) -> TunedModels:
     )
     with reading(what, again, onto):
         model = PeftModel.from_pretrained(base, adapter).eval()
-        lacking = sorted(
-            get_peft_model_state_dict(model, save_embedding_layers=False).keys() - _shapes_in(adapter).keys()
-        )
+        lacking = get_peft_model_state_dict(model, save_embedding_layers=False).keys() - _shapes_in(adapter).keys()
     if lacking:
-        raise BadInputError(f"{what} lacks {shown(lacking)}, and cannot be {onto}. {again}")
+        raise BadInputError(f"{what} lacks {shown(sorted(lacking))}, and cannot be {onto}. {again}")
     return TunedModels(model, model, model.disable_adapter, tokenizer)
 
 
@@ -173,17 +159,12 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
         settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
     if settings.get("peft_type") != "LORA":
         raise BadInputError(f"{adapter} is of the kind {settings.get('peft_type')!r}, and runs make LORA: {AGAIN}")
-    module = settings.get("megatron_core") or PLAIN_MODULE
-    if settings.get("megatron_config") or module != PLAIN_MODULE:
-        raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has PEFT import the module {module} (megatron_core, megatron_config), and no "
-            f"code of others is run: {AGAIN}"
-        )
     plain = LoraConfig().to_dict()
     set_so = {name for name, value in settings.items() if value and value != plain.get(name)}
     others = sorted(set_so - MADE_BY_RUNS)
     if others:
-        raise BadInputError(f"{CONFIG_NAME} of {adapter} sets {shown(others)}, which no run does. {AGAIN}")
+        values = begin_of([settings[name] for name in others])
+        raise BadInputError(f"{CONFIG_NAME} of {adapter} sets {shown(others)} ({values}), which no run does. {AGAIN}")
     patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
     if slow:
@@ -221,8 +202,7 @@ def _check_base(tuned: TunedRun) -> None:
             f"The base of {tuned.folder.name} was {base}, which is not there: pass --base with its place."
         )
     raise BadInputError(
-        f"--base is {base}, which is no folder, nor an id of the Hub: correct --base (the run had "
-        f"{tuned.recorded_base})."
+        f"--base is {base}, which is no folder, nor an id of the Hub: correct it (the run had {tuned.recorded_base})."
     )
 
 
