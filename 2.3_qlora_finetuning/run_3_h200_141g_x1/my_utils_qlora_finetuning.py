@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator, within_budget
-from common.models.freeing import free_model
+from common.models.shards import free_model
 from common.models.loading import (
     check_equal_logits,
     load_base_model,

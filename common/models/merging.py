@@ -1,10 +1,18 @@
-"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base."""
+"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base, where it has room.
 
-from collections.abc import Callable
+A rank that writes a stage of the merged model has one file of it in the host's memory; the files of all stages go to
+each disk.
+"""
+
+import shutil
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
+import psutil
 import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
@@ -13,17 +21,22 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
-from common.hardware.devices import GIB, read_memory
+from common.hardware.devices import GIB, read_memory, size_text
 from common.models.answering import load_answering, sharing_of
-from common.models.freeing import free_model
-from common.models.loading import check_equal_logits, next_token_logits, weight_dtype
+from common.models.loading import check_equal_logits, model_without_weights, next_token_logits, weight_dtype
 from common.models.quantization import dequantized, weight_counts
-from common.models.saved_stages import save_parts
-from common.models.shards import byte_count, tensors_of
+from common.models.saved_files import save_parts
+from common.models.shards import byte_count, free_model, tensors_of
+from common.planning.host_memory import PLAIN_FILE_BYTES, file_bytes
 from common.planning.job import LOGITS_AT_ONCE
 from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
+
+LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
+
+
+# -- equal logits
 
 
 def comparing(
@@ -46,10 +59,9 @@ def reloaded_difference(
     expected: torch.Tensor | None,
     memory: PeakMemory,
 ) -> float | None:
-    """Load what `save_and_free` wrote as any user would, return the largest absolute difference of logits, and free it.
+    """Load what `save_and_free` wrote as any user would, return `check_equal_logits` of it, and free it.
 
-    `load` loads the base, or the model in its `source`, on every rank that shares it. None where the trained model's
-    logits are not known.
+    `load` loads the base, or the model in its `source`, on every rank that shares it.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
@@ -83,6 +95,9 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
     say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 
 
+# -- merging
+
+
 def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> bool:
     """Save the base with an adapter merged into it, on the first ranks that share one, each its own layers.
 
@@ -114,3 +129,46 @@ def has_room_for_plain(run: RunConfig, rank: Rank, quantized: PreTrainedModel) -
         return True
     plain_gib = weight_counts(quantized) * weight_dtype(run).itemsize / GIB
     return has_room_for_whole(plain_gib, byte_count(tensors_of(quantized)) / GIB, read_memory(rank.device).total_gib)
+
+
+@dataclass(frozen=True)
+class MergeNeed:
+    """What one rank would take of its machine to write its stage of the merged model, and what is free there."""
+
+    host: str
+    stage_bytes: int  # of memory; 0 of a rank that writes none
+    free_bytes: int
+    disk_bytes: int  # of the results' disk, whichever rank writes there
+    free_disk_bytes: int
+
+
+def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeNeed:
+    """Return what this rank would take, and what its machine has now; in `stages` the first ranks write one each."""
+    whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
+    written = whole_bytes // stages
+    if not run.method.quantizes or rank.device == "cpu":  # else dequantized on the host, if the GPU has no room
+        written = min(written, file_bytes(written) if stages > 1 else int(PLAIN_FILE_BYTES))  # file by file
+    free, disk = psutil.virtual_memory().available, shutil.disk_usage(results).free
+    return MergeNeed(socket.gethostname(), written if rank.rank < stages else 0, free, whole_bytes, disk)
+
+
+def why_not_merged(needs: Sequence[MergeNeed]) -> str:
+    """Return why an adapter is not merged, in one sentence, of what all ranks need; empty where there is room.
+
+    Ranks of one machine share its memory and its disk; where machines share a disk, each sees what is free on it.
+    """
+    for host, of_host in groupby(sorted(needs, key=lambda need: need.host), lambda need: need.host):
+        here = list(of_host)
+        stages, free = sum(need.stage_bytes for need in here), min(need.free_bytes for need in here)
+        if stages > free:
+            return (
+                f"The adapter is not merged: {host} would hold {size_text(stages)} of the merged model while it is "
+                f"written, but {size_text(free)} of its memory are free; {LATER}."
+            )
+        disk, free_disk = max(need.disk_bytes for need in here), min(need.free_disk_bytes for need in here)
+        if disk > free_disk:
+            return (
+                f"The adapter is not merged: the merged model takes {size_text(disk)}, but {size_text(free_disk)} are "
+                f"free on the results' disk of {host}; {LATER}."
+            )
+    return ""

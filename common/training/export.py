@@ -17,9 +17,15 @@ from common.models.loading import (
     check_equal_logits,
     save_tokenizer,
 )
-from common.models.merge_room import merge_need, why_not_merged
-from common.models.merging import comparing, reloaded_difference, save_merged, tokens_at_once
-from common.models.saved_stages import wait_for_parts
+from common.models.merging import (
+    comparing,
+    merge_need,
+    reloaded_difference,
+    save_merged,
+    tokens_at_once,
+    why_not_merged,
+)
+from common.models.saved_files import wait_for_parts
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
