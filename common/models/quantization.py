@@ -4,14 +4,13 @@ bitsandbytes is imported inside functions: runs without quantized weights do wit
 """
 
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.base.errors import BadInputError
+from common.base.errors import check_installed
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
@@ -21,16 +20,11 @@ ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torc
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
-    """Refuse quantized weights where bitsandbytes is missing.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if run.method.quantizes and not find_spec("bitsandbytes"):
-        raise BadInputError(
-            f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
-            "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
-        )
+    """Refuse quantized weights where bitsandbytes is missing."""
+    if run.method.quantizes:
+        asked_by = f"technique is qlora and quantization {run.quantization}"
+        instead = "`pip install bitsandbytes`, or pass --technique lora in a folder of 2.1"
+        check_installed("bitsandbytes", asked_by, instead)
 
 
 def quantization_config(run: RunConfig) -> BitsAndBytesConfig:

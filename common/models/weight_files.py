@@ -27,7 +27,7 @@ AGAIN = (
     "another --model."
 )
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
-"""They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
+"""They list what a checkpoint lacks (of a classifier the head), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
 
 

@@ -4,7 +4,6 @@ llama.cpp goes by names: that of the family says how it computes, that of the pr
 its byte pairs are merged. What is not listed here is refused, as llama.cpp would load it and answer wrongly.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from uuid import uuid4
 
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, check_installed, reading
 from common.data.answer_ends import saved_stops
 from common.data.templates import begins_by_itself
 from common.models.loading import any_shape_config, read_tokenizer
@@ -95,8 +94,7 @@ def _write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
     Raises:
         BadInputError: the package gguf is missing, the file exists, or llama.cpp would compute something else.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise BadInputError("The package gguf is not installed: `python3 install.py gguf`.")
+    check_installed("gguf", f"{file.name} is to be written", "`python3 install.py gguf`")
     if os.path.lexists(file):
         raise BadInputError(f"{file} exists already: name another --output.")
     from gguf import GGUFWriter, LlamaFileType  # here: an extra
