@@ -561,7 +561,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "what was saved is not compared with what was trained",
-        "common/models/loading.py",
+        "common/models/merging.py",
         "    if not difference <= limit:\n",
         "    if difference < 0:\n",
         _unit("models", "unequal_logits_are_refused"),

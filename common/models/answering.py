@@ -34,8 +34,8 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where no rank trains the whole model as it is (`Parallelism.answers_as_computed`), that is the matrix products' one:
-    fp32 weights of mixed precision are for the optimizer.
+    Where no rank trains the whole model as it is, that is the matrix products' one: mixed precision's fp32 weights are
+    for the optimizer.
     """
     return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
 
@@ -58,9 +58,6 @@ def load_answering(
     """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank.
 
     `quantized` as `load_base_model`'s; with a `device_map` it goes there.
-
-    Raises:
-        BadInputError: it cannot be loaded.
     """
     run, stages = answering_run(run), 1 if device_map else answering_stages(run)
     if stages == 1:
@@ -70,7 +67,7 @@ def load_answering(
     stage_map = device_map_of(architecture, answering_shares(architecture, stages), range(stages))
     model = load_stage(run, stage_map, sharing.stage, rank.device, source, quantized)
     group = _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
-    return in_stages(model, sharing, weight_dtype(run), group)
+    return _in_stages(model, sharing, weight_dtype(run), group)
 
 
 @lru_cache(maxsize=1)  # models are loaded several times, and every rank makes all groups
@@ -79,13 +76,12 @@ def _own_group(world: dist.ProcessGroup, stages: int, timeout: timedelta) -> dis
     return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
 
 
-def in_stages(
+def _in_stages(
     model: PreTrainedModel, sharing: Sharing, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> PreTrainedModel:
-    """Let a stage take its hidden states from the one before, hand its own on, and know the last one's logits.
+    """Let a stage take its hidden states, of `dtype`, from the one before, hand its own on, and know the last's logits.
 
-    `dtype` is that of hidden states. `group` has the ranks that share the model; None = all. (`forward` is replaced, as
-    PEFT's models call that of the model within, past its hooks.)
+    (`forward` is replaced, as PEFT's models call that of the model within, past its hooks.)
     """
     body = model.base_model
     compute, answer = body.forward, model.forward
@@ -111,9 +107,10 @@ def in_stages(
     def answer_stage(*args: Any, **kwargs: Any) -> Any:
         output = answer(*args, **kwargs)
         if not sharing.is_last:  # what came through in the head's place is a hidden state
-            hidden, texts = output.logits, model.config.get_text_config()
-            generates = model.can_generate()
-            shape = (*hidden.shape[:-1], texts.vocab_size) if generates else (len(hidden), model.config.num_labels)
+            hidden, config = output.logits, model.config
+            shape = (len(hidden), config.num_labels)
+            if model.can_generate():
+                shape = (*hidden.shape[:-1], config.get_text_config().vocab_size)
             output.logits = hidden.new_empty(shape)
         output.logits = output.logits.contiguous()
         dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
@@ -124,10 +121,7 @@ def in_stages(
 
 
 def _count_own_layers(body: torch.nn.Module) -> list[int]:
-    """Number a stage's layers from 0, and return their numbers in the whole model.
-
-    By the first one's keys and values `generate` knows how many tokens were read.
-    """
+    """Number a stage's layers from 0, as `generate` asks the first one's cache; return their own numbers."""
     numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     numbers = sorted({module.layer_idx for module in numbered})
     for module in numbered:

@@ -3,7 +3,6 @@
 Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
 fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
 before those of the next chunk come, and none is computed twice (as in Liger-Kernel's fused linear cross-entropy).
-Tensor parallelism divides classifiers alone (`specs.py`), which have a few logits per row and need no chunks.
 """
 
 import math
@@ -36,13 +35,10 @@ base model that returns the head's input.)"""
 
 
 @dataclass
-class ChunkedOutput(ModelOutput):
-    """What a model returns that was given labels.
+class _ChunkedOutput(ModelOutput):
+    """The sum of the answer tokens' losses over `num_items_in_batch`; without gradients each position's, fp32.
 
-    Attributes:
-        loss: Sum of the answer tokens' losses over `num_items_in_batch`; a number.
-        token_losses: Each position's loss, 0 without a label, fp32, shape (rows, positions). None where gradients are
-            wanted.
+    `token_losses` are 0 without a label, and have the shape (rows, positions).
     """
 
     loss: torch.Tensor | None = None
@@ -61,9 +57,8 @@ def takes_chunks(config: PretrainedConfig) -> bool:
 def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
     """Let a model that is given `shift_labels` compute its loss in chunks, a decoder at the positions `logits_to_keep`.
 
-    Without them it computes logits as before. If `in_training` is False, the model's own loss is used whenever
-    gradients are enabled (Liger's kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP,
-    FSDP, DeepSpeed.
+    If `in_training` is False, the model's own loss is used whenever gradients are enabled (Liger's kernels have chunks
+    of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward
@@ -87,9 +82,9 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool
             hidden = hidden[:, positions.to(hidden.device)]
         losses = head(hidden, shift_labels)
         if not torch.is_grad_enabled():
-            return ChunkedOutput(losses.sum(), losses)
+            return _ChunkedOutput(losses.sum(), losses)
         divisor = (shift_labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-        return ChunkedOutput((losses / divisor).to(shift_labels.device))
+        return _ChunkedOutput((losses / divisor).to(shift_labels.device))
 
     base.forward = MethodType(forward, base)
     head.forward = losses_or_logits(base)
@@ -137,7 +132,7 @@ def chunk_losses(logits_of: Head, hidden: torch.Tensor, labels: torch.Tensor) ->
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of all tokens' losses, whose gradients are there with it: no logits are kept for them."""
+    # its gradients are there with it: no logits are kept for them
 
     @staticmethod
     def forward(

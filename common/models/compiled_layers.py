@@ -16,11 +16,7 @@ from common.base.run_config import RunConfig
 
 
 def check_compiler(run: RunConfig) -> None:
-    """Check that there is a C++ compiler, where a run on a CPU compiles its layers.
-
-    Raises:
-        BadInputError: with what to install.
-    """
+    """Check that there is a C++ compiler, where a run on a CPU compiles its layers."""
     compiler = os.environ.get("CXX", "g++")
     if run.torch_compile and run.device == "cpu" and shutil.which(compiler) is None:
         raise BadInputError(

@@ -69,7 +69,7 @@ def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 
 
 def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or names_layers(run):
+    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or _names_layers(run):
         return run
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
@@ -81,7 +81,7 @@ def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 
 
 def _with_dropout(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.method.has_adapters or not adapts_experts(run):
+    if not run.method.has_adapters or not _adapts_experts(run):
         return run
     changed = ""
     if run.lora_dropout == RunConfig.lora_dropout:
@@ -108,9 +108,6 @@ def check_heads(run: RunConfig) -> None:
     """Refuse a classifier whose head has parts of other names than `Task.heads`, unless all linear layers are trained.
 
     They start at random, and would not be learnt.
-
-    Raises:
-        BadInputError: with the names of these parts.
     """
     trains_all = not run.method.has_adapters and run.target_modules in ("all", "all-linear")
     if not run.goal.classifies or trains_all:
@@ -132,8 +129,7 @@ def recipe_targets(run: RunConfig) -> str:
     return str(recipe.get("target_modules", ""))
 
 
-def names_layers(run: RunConfig) -> bool:
-    """Return whether each of the run's `target_modules` is a layer of its model."""
+def _names_layers(run: RunConfig) -> bool:
     try:
         layers_called(model_without_weights(run), run.target_modules, with_head=True)
     except BadInputError:
@@ -142,17 +138,13 @@ def names_layers(run: RunConfig) -> bool:
 
 
 def check_targets(run: RunConfig) -> None:
-    """Refuse a run whose `target_modules` cannot be trained, by its model without weights.
-
-    Raises:
-        BadInputError: as `with_trained_weights`.
-    """
+    """Refuse a run whose `target_modules` cannot be trained, by its model without weights."""
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
         with_trained_weights(model_without_weights(run), run)
 
 
-def adapts_experts(run: RunConfig) -> bool:
-    """Return whether the run's adapters are also put on fused experts, which PEFT wraps as weights."""
+def _adapts_experts(run: RunConfig) -> bool:
+    # fused experts are weights, which PEFT wraps
     model = model_without_weights(run)
     if not any(map(has_fused_experts, model.modules())):
         return False
@@ -169,13 +161,7 @@ def experts_at_work(model: PreTrainedModel) -> str:
 
 
 def check_quantizable(run: RunConfig) -> None:
-    """Refuse a model of whose layers less than 90 % of the weights would be stored in 4 bits.
-
-    Embeddings, the head and vectors (norms and biases) do not count.
-
-    Raises:
-        BadInputError: with that share, and what holds the other weights.
-    """
+    """Refuse a model of whose layers less than 90 % of the matrices' weights would be stored in 4 bits."""
     if not run.method.quantizes:
         return
     model = model_without_weights(run)

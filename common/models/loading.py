@@ -1,6 +1,5 @@
-"""Base model and tokenizer: checked, loaded, or made with random weights; and logits compared."""
+"""Base model and tokenizer: checked, loaded, or made with random weights."""
 
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -55,9 +54,6 @@ from common.planning.architectures import (
     refuse_revision,
 )
 
-LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
-"""By merging, which rounds once more: largest difference of logits, over the largest logit; see `logit_tolerance`."""
-EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
 FLASH_PACKAGES = {
     "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
@@ -318,13 +314,28 @@ def load_base_model(
     if each or unread:
         own = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
         kind = nullcontext(ending_with(own, unread)) if unread else each_as_it_is_read(own, each)
+    with kind as loader:
+        model = load_pretrained(loader, run, device_map, source, **settings)
+    return prepare_quantized(model) if quantized else model
+
+
+def load_pretrained(
+    kind: type, run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, **more: Any
+) -> PreTrainedModel:
+    """Load the run's base (or the model in `source`) with `kind`, a class of Transformers.
+
+    `more` goes to `from_pretrained`. Random numbers that are drawn for weights that a checkpoint lacks do not count
+    afterwards: one stage of a pipeline may draw them and others not, whose adapters would then start from other numbers
+    than on one device.
+
+    Raises:
+        BadInputError: it cannot be loaded.
+    """
     labels = {} if source else class_names(run)
     expected = LOADING_LOGGERS if run.goal.classifies else ()
     of_model = reading(f"The model {source or run.model}", "Correct its files, or pass another --model.", "loaded")
-    # of a pipeline one stage may draw random numbers for weights that a checkpoint lacks, and others not, whose
-    # adapters would then start from other numbers than on one device
-    with kind as loader, of_model, silent(*expected), forked_random_numbers(*device_map.values()):
-        model, loading = loader.from_pretrained(
+    with of_model, silent(*expected), forked_random_numbers(*device_map.values()):
+        model, loading = kind.from_pretrained(
             **what_to_load(run, source),
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
@@ -332,12 +343,11 @@ def load_base_model(
             output_loading_info=True,
             ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
             **labels,
-            **settings,
+            **more,
         )
-        if labels:
-            _start_head(model, loading, run.seed)
-    model.eval()
-    return prepare_quantized(model) if quantized else model
+    if labels:
+        start_head(model, loading, run.seed)
+    return model.eval()
 
 
 def class_names(run: RunConfig) -> dict[str, object]:
@@ -348,7 +358,7 @@ def class_names(run: RunConfig) -> dict[str, object]:
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
 
-def _start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
+def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
     Matrices are normal with the config's `initializer_range`, as the models' own start (Devlin et al. 2019). Vectors
@@ -476,62 +486,3 @@ def waiting_on_host(model: PreTrainedModel) -> Iterator[None]:
     yield
     if moves:
         model.to(devices.pop())
-
-
-@torch.no_grad()
-def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of one collated batch, in fp32 and with dropout off.
-
-    Their shape is (rows, tokens, vocabulary), tokens being the decoder's, or of a classifier (rows, classes).
-    """
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    names = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "pixel_attention_mask")
-    inputs = {name: batch[name].to(device) for name in names if name in batch}
-    logits = model(**inputs, use_cache=False).logits.float()
-    model.train(was_training)
-    return logits
-
-
-def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
-    """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
-
-    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
-    of layers add up. (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
-    """
-    if precision != "fp32":
-        return LOGIT_TOLERANCES[precision]
-    config = config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
-    growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
-    return LOGIT_TOLERANCES[precision] * max(1.0, growth)
-
-
-def check_equal_logits(
-    expected: torch.Tensor | None, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
-) -> float | None:
-    """Return `largest_difference` of a trained model's logits of a batch and the `reloaded` one's.
-
-    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
-    """
-    found = next_token_logits(reloaded, batch)
-    if expected is None:
-        return None
-    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
-
-
-def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
-    """Return the largest absolute difference of two models' logits; `tolerance` is relative to the largest logit.
-
-    Raises:
-        RuntimeError: it is above that.
-    """
-    difference = (trained - reloaded).abs().max().item()
-    limit = tolerance * trained.abs().max().item()
-    if not difference <= limit:
-        raise RuntimeError(
-            f"The logits of the reloaded {what} differ by {difference:.2e} from the trained model's, "
-            f"above {limit:.0e}: what was saved is not what was trained."
-        )
-    return difference

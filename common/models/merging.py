@@ -4,6 +4,7 @@ A rank that writes a stage of the merged model has one file of it in the host's 
 each disk.
 """
 
+import math
 import shutil
 import socket
 from collections.abc import Callable, Sequence
@@ -17,13 +18,13 @@ import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.hardware.devices import GIB, read_memory, size_text
 from common.models.answering import load_answering, sharing_of
-from common.models.loading import check_equal_logits, model_without_weights, next_token_logits, weight_dtype
+from common.models.loading import model_without_weights, weight_dtype
 from common.models.quantization import dequantized, weight_counts
 from common.models.saved_files import save_parts
 from common.models.shards import byte_count, free_model, tensors_of
@@ -33,10 +34,72 @@ from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
 
+LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
+"""By merging, which rounds once more: largest difference of logits, over the largest logit; see `logit_tolerance`."""
+EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
 
 
 # -- equal logits
+
+
+@torch.no_grad()
+def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of one collated batch, in fp32 and with dropout off.
+
+    Their shape is (rows, tokens, vocabulary), tokens being the decoder's, or of a classifier (rows, classes).
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "pixel_attention_mask")
+    inputs = {name: batch[name].to(device) for name in names if name in batch}
+    logits = model(**inputs, use_cache=False).logits.float()
+    model.train(was_training)
+    return logits
+
+
+def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
+    """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
+
+    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
+    of layers add up. (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
+    """
+    if precision != "fp32":
+        return LOGIT_TOLERANCES[precision]
+    config = config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
+    growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
+    return LOGIT_TOLERANCES[precision] * max(1.0, growth)
+
+
+def check_equal_logits(
+    expected: torch.Tensor | None, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
+) -> float | None:
+    """Return `largest_difference` of a trained model's logits of a batch and the `reloaded` one's.
+
+    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
+    """
+    found = next_token_logits(reloaded, batch)
+    if expected is None:
+        return None
+    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
+
+
+def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
+    """Return the largest absolute difference of two models' logits; `tolerance` is relative to the largest logit.
+
+    Raises:
+        RuntimeError: it is above that.
+    """
+    difference = (trained - reloaded).abs().max().item()
+    limit = tolerance * trained.abs().max().item()
+    if not difference <= limit:
+        raise RuntimeError(
+            f"The logits of the reloaded {what} differ by {difference:.2e} from the trained model's, "
+            f"above {limit:.0e}: what was saved is not what was trained."
+        )
+    return difference
 
 
 def comparing(

@@ -30,7 +30,7 @@ def check_bitsandbytes(run: RunConfig) -> None:
 def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
     """Return the configuration of NF4 as `run` asks; products are computed in the run's arithmetic.
 
-    With FSDP, which divides only tensors of one dtype, the numbers are stored in tensors of that one.
+    With FSDP the numbers are stored in tensors of that dtype: FSDP flattens and divides only tensors of one dtype.
     """
     compute_dtype = ARITHMETIC_DTYPES[run.compute_dtype]
     return BitsAndBytesConfig(

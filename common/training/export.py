@@ -13,11 +13,9 @@ from common.data.answer_ends import save_stops
 from common.data.batches import within_budget
 from common.data.rows import Tokens, first_tokens
 from common.models.answering import answering_run, answering_stages, load_answering
-from common.models.loading import (
-    check_equal_logits,
-    save_tokenizer,
-)
+from common.models.loading import save_tokenizer
 from common.models.merging import (
+    check_equal_logits,
     comparing,
     merge_need,
     reloaded_difference,
