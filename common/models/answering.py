@@ -83,16 +83,14 @@ def _in_stages(
 
     (`forward` is replaced, as PEFT's models call that of the model within, past its hooks.)
     """
-    body = model.base_model
-    compute, answer = body.forward, model.forward
-    own_rank = sharing.first_rank + sharing.stage
-    layers = _count_own_layers(body)
+    body, own_rank = model.base_model, dist.get_rank()
+    compute, answer, layers = body.forward, model.forward, _count_own_layers(body)
 
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not sharing.is_first:
-            shape = (*input_ids.shape, model.config.get_text_config().hidden_size)
-            hidden = torch.empty(shape, dtype=dtype, device=model.device)
+            width = model.config.get_text_config().hidden_size
+            hidden = torch.empty(*input_ids.shape, width, dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)
             input_ids, kwargs["inputs_embeds"] = None, hidden
         cache = kwargs.get("past_key_values")
@@ -113,7 +111,7 @@ def _in_stages(
                 shape = (*hidden.shape[:-1], config.get_text_config().vocab_size)
             output.logits = hidden.new_empty(shape)
         output.logits = output.logits.contiguous()
-        dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
+        dist.broadcast(output.logits, own_rank + sharing.stages - 1 - sharing.stage, group=group)
         return output
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing

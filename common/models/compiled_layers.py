@@ -20,8 +20,7 @@ def check_compiler(run: RunConfig) -> None:
     compiler = os.environ.get("CXX", "g++")
     if run.torch_compile and run.device == "cpu" and shutil.which(compiler) is None:
         raise BadInputError(
-            f"torch_compile is True, but there is no C++ compiler ({compiler}), which torch.compile needs on a CPU: "
-            "install g++, or leave --torch_compile out."
+            f"torch_compile is True, but there is no C++ compiler ({compiler}): install g++, or leave it out."
         )
 
 

@@ -57,14 +57,12 @@ def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
         return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
+    attention = f"the attention of {run.model} ({config.model_type}, {run.attention})"
     if run.padding_free == "yes":
         raise BadInputError(
-            f"padding_free is yes, but the attention of {run.model} ({config.model_type}, {run.attention}) cannot "
-            "separate rows that lie end to end: leave --padding_free out."
+            f"padding_free is yes, but {attention} cannot separate rows that lie end to end: leave --padding_free out."
         )
-    say_once(
-        f"{run.model}: rows are padded, as its attention ({config.model_type}, {run.attention}) cannot separate them"
-    )
+    say_once(f"{run.model}: rows are padded, as {attention} cannot separate them")
     return replace(run, padding_free="no")
 
 
@@ -88,7 +86,7 @@ def _with_dropout(run: RunConfig, config: PretrainedConfig) -> RunConfig:
         run, changed = replace(run, lora_dropout=0.0), ", and these take no dropout: lora_dropout is 0"
     say_once(
         f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
-        "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
+        "(--target_modules q_proj,v_proj leaves them out)"
     )
     return run
 
@@ -97,10 +95,7 @@ def _with_device_map(run: RunConfig, config: PretrainedConfig) -> RunConfig:
     is_balanced = run.parallelism.layers_in_turn and run.device_map == "balanced"
     if not is_balanced or is_known_architecture(run.model, run.model_revision):
         return run
-    say_once(
-        f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
-        f"{config.model_type}"
-    )
+    say_once(f"{run.model}: device_map is even, as the closed form does not know the kind {config.model_type}")
     return replace(run, device_map="even")
 
 
@@ -117,9 +112,8 @@ def check_heads(run: RunConfig) -> None:
     unknown = [name for name in parts if name not in (model.base_model_prefix, *run.goal.heads)]
     if unknown:
         raise BadInputError(
-            f"{run.model} is of the kind {model.config.model_type}, whose head for labels has the part "
-            f"{' and '.join(unknown)}, which starts at random and would not be trained: pass --technique full "
-            "--target_modules all, or another --model."
+            f"{run.model} is of the kind {model.config.model_type}, whose head has the part {' and '.join(unknown)}, "
+            "that would not be trained: pass --technique full --target_modules all, or another --model."
         )
 
 
@@ -149,8 +143,9 @@ def _adapts_experts(run: RunConfig) -> bool:
     if not any(map(has_fused_experts, model.modules())):
         return False
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
-        adapted = add_lora(model, replace(run, lora_dropout=0.0))
-    return any(isinstance(module, ParamWrapper) for module in adapted.modules())
+        return any(
+            isinstance(module, ParamWrapper) for module in add_lora(model, replace(run, lora_dropout=0)).modules()
+        )
 
 
 def experts_at_work(model: PreTrainedModel) -> str:
@@ -178,7 +173,6 @@ def check_quantizable(run: RunConfig) -> None:
     share = quantized / (quantized + others.total())
     if share < LEAST_QUANTIZED_SHARE:
         raise BadInputError(
-            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as bitsandbytes "
-            f"quantizes torch.nn.Linear, but the most are in {others.most_common(1)[0][0]}: pass --technique lora in a "
-            "folder of 2.1."
+            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as most are in "
+            f"{others.most_common(1)[0][0]}, not in torch.nn.Linear: pass --technique lora in a folder of 2.1."
         )

@@ -96,8 +96,8 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
 
 def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, object]:
     """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`."""
-    model = source or check_model(run.model, run.model_revision)
     revision = "main" if source or not run.model_revision else run.model_revision  # which no folder has
+    model = source or check_model(run.model, run.model_revision)
     return {"pretrained_model_name_or_path": model, "revision": revision, "trust_remote_code": False}
 
 
@@ -156,8 +156,7 @@ def _check_folder(folder: Path, model: str) -> Path:
     config = read_config(folder / "config.json", model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise BadInputError(
-            f"The model folder {model} brings code of its own (auto_map of its config.json), which is not run: pass a "
-            "--model of a kind that Transformers knows."
+            f"The model folder {model} brings code of its own (auto_map), which is not run: pass another --model."
         )
     return folder
 
@@ -175,10 +174,7 @@ def check_liger(run: RunConfig) -> None:
     if not run.use_liger_kernel:
         return
     if not is_liger_kernel_available():
-        raise BadInputError(
-            "use_liger_kernel is True, but liger-kernel is not installed: `pip install liger-kernel`, or leave "
-            "--use_liger_kernel out."
-        )
+        raise BadInputError("use_liger_kernel is True, but not installed: `pip install liger-kernel`, or leave it out.")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # here: few runs have it
 
     kind = any_shape_config(run.model, run.model_revision).model_type
@@ -246,8 +242,7 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if tokenizer.chat_template is None:
         raise BadInputError(
-            f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, "
-            "such as HuggingFaceTB/SmolVLM-Instruct."
+            f"The processor of {run.model} has no chat template: pass a --model such as HuggingFaceTB/SmolVLM-Instruct."
         )
     check_named_templates(tokenizer, run.model)
     if run.weights == "random":
@@ -262,8 +257,7 @@ def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> Non
     scale_factor = getattr(config, "scale_factor", None)
     if scale_factor is None:
         raise BadInputError(
-            f"weights is random, but the model is of the kind {config.model_type}, and random weights are made for "
-            "Idefics3's architecture alone: pass --model smolvlm-instruct."
+            f"weights is random, but for the kind {config.model_type} none are made: pass --model smolvlm-instruct."
         )
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     processor.image_seq_len = (side // patch // scale_factor) ** 2
@@ -384,10 +378,7 @@ def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedMode
     name = next(iter(config.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise BadInputError(
-            f"architectures in config.json of {run.model} begins with {name!r}, which is no model of Transformers. "
-            f"{PUBLISHED}"
-        )
+        raise BadInputError(f"architectures of {run.model} begins with {name!r}, no model of Transformers. {PUBLISHED}")
     return kind
 
 
@@ -418,8 +409,9 @@ def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     texts = config.get_text_config()
     positions = getattr(texts, "max_position_embeddings", None)
-    rope = getattr(texts, "rope_parameters", None)
-    return reach_of_positions(config.model_type, positions, rope) if positions else None
+    if not positions:
+        return None
+    return reach_of_positions(config.model_type, positions, getattr(texts, "rope_parameters", None))
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:

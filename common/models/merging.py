@@ -152,8 +152,8 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
     saved = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     if any(weight.any() for name, weight in saved.items() if "lora_B" in name):
         raise RuntimeError(
-            f"The adapter in {folder.name} was trained, but changes no logit of its base after it was loaded again: "
-            "PEFT did not find its weights; pass other --target_modules."
+            f"The adapter in {folder.name} was trained, but changes no logit when loaded again: PEFT did not find its "
+            "weights; pass other --target_modules."
         )
     say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 

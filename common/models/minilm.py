@@ -31,7 +31,6 @@ def minilm_folder() -> Path:
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != SHA256:
         raise BadInputError(
-            f"The weights in the package {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it "
-            "anew, or do without it."
+            f"The weights in {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it anew."
         )
     return folder

@@ -61,11 +61,8 @@ class Placement:
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""
         peaks = [memory.peak_gib for memory in self.divided.devices] if self.divided else None
-        return {
-            "layers_per_stage": list(self.layers),
-            "planned_peak_gib_per_stage": peaks,
-            "stage_map": self.stage_map,
-        }
+        about = {"layers_per_stage": list(self.layers), "planned_peak_gib_per_stage": peaks}
+        return {**about, "stage_map": self.stage_map}
 
 
 def place_stages(
@@ -85,9 +82,8 @@ def place_stages(
     architecture, job, gpus = _divided(run, batch, gpu, evaluation)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
     divided = with_rows_for(run, _plan_of(run.device_map, architecture, job, gpus, stage_map))
-    layers = tuple(sum(share.layers) for share in divided.shares)
     plan = divided if run.devices > 1 else plan_run(run, batch, gpu, evaluation)
-    return Placement(stage_map, layers, plan, divided)
+    return Placement(stage_map, tuple(sum(share.layers) for share in divided.shares), plan, divided)
 
 
 def _is_placed_by_modules(run: RunConfig) -> bool:
@@ -165,8 +161,8 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
     for name, stage in device_map_of(architecture, shares, range(stages)).items():
         if stage_map[name] != stage and not name.endswith("rotary_emb"):
             raise BadInputError(
-                f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other, from "
-                f"embeddings to head; with as many layers on each it would be on {stage}."
+                f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other: put "
+                f"it on {stage}."
             )
 
 
@@ -210,8 +206,7 @@ def _even_map(model: PreTrainedModel, stages: int) -> StageMap:
 
 
 def _layer_names(model: PreTrainedModel) -> list[str]:
-    kinds = set(model._no_split_modules or ())
-    return [name for name, module in model.named_modules() if type(module).__name__ in kinds]
+    return [name for name, module in model.named_modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 # -- checked before the model loads
@@ -263,7 +258,7 @@ def check_stages_train(run: RunConfig, stage_map: StageMap) -> None:
         if lacking and not (run.method.has_adapters and own):
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but stage {stage} has no layer called {', '.join(lacking)}: "
-                "every stage of a pipeline needs layers to train; pass names of layers that all have, such as q_proj."
+                "pass names of layers that every stage has, such as q_proj."
             )
 
 

@@ -80,8 +80,8 @@ def save_weights(
 
 
 def _write_index(folder: Path, file_of: Mapping[str, str], total_bytes: int, parameters: int) -> None:
-    about = {"total_parameters": parameters, "total_size": total_bytes}
-    text = json.dumps({"metadata": about, "weight_map": file_of}, indent=2, sort_keys=True)
+    index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": file_of}
+    text = json.dumps(index, indent=2, sort_keys=True)
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
 

@@ -48,11 +48,6 @@ class Sharing:
         """Whether this rank holds the head, and so knows what the model computes."""
         return self.stage == self.stages - 1
 
-    @property
-    def first_rank(self) -> int:
-        """The rank that holds the first stage."""
-        return self.group * self.stages
-
 
 class PassThrough(torch.nn.Module):
     """Stands where another stage has a module, and hands on what it gets."""

@@ -20,10 +20,7 @@ from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
-AGAIN = (
-    "copy or download it again (`hf download` fetches what is missing, `git lfs pull` what is only a pointer), or pass "
-    "another --model."
-)
+AGAIN = "download it again (`hf download`; `git lfs pull` what is only a pointer), or pass another --model."
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
@@ -94,18 +91,18 @@ def check_weight_files(
     lost = [name for name in sorted(loading["missing_keys"]) if name in needed and not _starts_anew(name, run, model)]
     if lost:
         raise BadInputError(
-            f"The files of {run.model} lack {_and_more(lost)} of the {len(needed)} weights that a {kind.__name__} of "
-            "its config.json has: pass a folder that save_pretrained wrote, or another --model."
+            f"The files of {run.model} lack {_and_more(lost)} of the {len(needed)} weights that a {kind.__name__} has: "
+            "pass a folder that save_pretrained wrote, or another --model."
         )
     for name, there, wanted in sorted(loading["mismatched_keys"]):
         if not _starts_anew(name, run, model):
             raise BadInputError(
                 f"{name} of {run.model} has the shape {tuple(there)} in its file, but {tuple(wanted)} by config.json: "
-                "correct config.json, or pass another --model."
+                "correct that, or pass another --model."
             )
     if loading["unexpected_keys"]:
-        unclaimed = _and_more(sorted(loading["unexpected_keys"]))
-        say_once(f"{run.model}: its files also have {unclaimed}, which a {kind.__name__} has no use for")
+        names = _and_more(sorted(loading["unexpected_keys"]))
+        say_once(f"{run.model}: its files also have {names}, which a {kind.__name__} has no use for")
 
 
 def _check_readable_in_parts(run: RunConfig) -> None:
@@ -161,15 +158,12 @@ def _agreeing(
         for name in weights.keys() & stored.keys():
             raise BadInputError(
                 f"{name} is both in {stored[name].file.name} and in {weights[name].file.name} of {index.parent}: "
-                "remove it from one of them, or pass another --model."
+                "remove it from one, or pass another --model."
             )
         stored |= weights
     wrong = [name for name, place in places.items() if name not in headers[place]]
     if wrong:
-        raise BadInputError(
-            f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: index and files are not of "
-            f"one download; {AGAIN}"
-        )
+        raise BadInputError(f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: {AGAIN}")
     return stored
 
 

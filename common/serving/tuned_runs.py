@@ -74,10 +74,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         raise BadInputError(f"{RECORD_NAME} of {name}: {error}") from None
     if not run.goal.chats:
         how = "as section 4 of 3.3's readme shows" if run.goal.sees else "with transformers.pipeline"
-        raise BadInputError(
-            f"The run in {name} is for {run.task}, and does not chat: load its model {how}, or name a run of 2.1 to "
-            "2.7 or 3.4."
-        )
+        raise BadInputError(f"The run in {name} is for {run.task}, and does not chat: load its model {how}.")
     # the commit that it trained: a branch may have moved since
     revision = "" if base else record.get("model_commit") or run.model_revision
     run = run.changed_to(
@@ -105,9 +102,7 @@ def _find_folder(name: str) -> Path:
     names = {place: Path(place).name for place in known}
     meant = next((place for place in known if names[place] == closest(name, names.values())), "")
     example = meant or next(iter(known), "2.1_lora_finetuning/run_0_cpu_x1/results/NAME")
-    raise BadInputError(
-        f"There is no run {name} (no folder with {RECORD_NAME} is called so): pass a results folder such as {example}."
-    )
+    raise BadInputError(f"There is no run {name} with a {RECORD_NAME}: pass a results folder such as {example}.")
 
 
 @dataclass(frozen=True)
@@ -168,9 +163,7 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
     patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
     if slow:
-        raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}"
-        )
+        raise BadInputError(f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}. {AGAIN}")
     return settings
 
 
@@ -198,9 +191,7 @@ def _check_base(tuned: TunedRun) -> None:
     if find_here(base, os.path.isdir) or is_hub_id(base) or tuned.run.weights == "random":
         return
     if base == tuned.recorded_base:
-        raise BadInputError(
-            f"The base of {tuned.folder.name} was {base}, which is not there: pass --base with its place."
-        )
+        raise BadInputError(f"The base of {tuned.folder.name} was {base}, which is not there: pass --base.")
     raise BadInputError(
         f"--base is {base}, which is no folder, nor an id of the Hub: correct it (the run had {tuned.recorded_base})."
     )
