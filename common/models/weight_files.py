@@ -20,7 +20,7 @@ from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
-AGAIN = "download it again (`hf download`; `git lfs pull` what is only a pointer), or pass another --model."
+AGAIN = "copy or download it again (`hf download`, or `git lfs pull` what is only a pointer), or pass another --model."
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
