@@ -17,13 +17,7 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
 from common.models.separate_rows import separates_rows
-from common.models.trained_weights import (
-    add_lora,
-    has_fused_experts,
-    idle_weights,
-    layers_called,
-    with_trained_weights,
-)
+from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
