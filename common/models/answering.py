@@ -1,9 +1,8 @@
 """A model that answers, judges or is compared beside training: whole on each rank, or in stages where ranks share it.
 
-Where training divides the weights, they may fit no single device. Each of the ranks that share a model then holds some
-of its layers. A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank
-chooses the same next token: the code that answers, `generate` included, is that of a whole model, and so are the
-logits, to the last bit. (With FSDP instead all weights would cross the links for each new token: LOG.md has both.)
+Where training divides the weights, they may fit no single device: each rank of a group then holds some of the layers.
+A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank chooses the same
+next token: the code that answers is that of a whole model, and so are the logits, to the last bit.
 """
 
 from dataclasses import replace
@@ -34,8 +33,7 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where no rank trains the whole model as it is, that is the matrix products' one: mixed precision's fp32 weights are
-    for the optimizer.
+    Where no rank trains the whole model as it is, that is the matrix products' one: fp32 is for the optimizer.
     """
     return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
 
@@ -79,10 +77,7 @@ def _own_group(world: dist.ProcessGroup, stages: int, timeout: timedelta) -> dis
 def _in_stages(
     model: PreTrainedModel, sharing: Sharing, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> PreTrainedModel:
-    """Let a stage take its hidden states, of `dtype`, from the one before, hand its own on, and know the last's logits.
-
-    (`forward` is replaced, as PEFT's models call that of the model within, past its hooks.)
-    """
+    """Let a stage take its hidden states, of `dtype`, from the one before, hand its own on, and know the logits."""
     body, own_rank = model.base_model, dist.get_rank()
     compute, answer, layers = body.forward, model.forward, _count_own_layers(body)
 

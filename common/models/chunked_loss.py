@@ -36,10 +36,7 @@ base model that returns the head's input.)"""
 
 @dataclass
 class _ChunkedOutput(ModelOutput):
-    """The sum of the answer tokens' losses over `num_items_in_batch`; without gradients each position's, fp32.
-
-    `token_losses` are 0 without a label, and have the shape (rows, positions).
-    """
+    """The summed loss over `num_items_in_batch`; without gradients each position's, fp32, shape (rows, positions)."""
 
     loss: torch.Tensor | None = None
     token_losses: torch.Tensor | None = None
@@ -94,8 +91,8 @@ def losses_or_logits(base: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """Return the forward pass of the model's head, which computes losses in chunks where it is given labels.
 
     All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
-    on every rank, however many tokens each has. `in_backward`: gradients are not computed with the losses, but in the
-    backward pass, where the losses come again; until then nothing but `hidden` is kept.
+    on every rank. `in_backward`: losses and gradients come in the backward pass; until then nothing but `hidden` is
+    kept.
     """
     head, vocabulary = base.get_output_embeddings(), base.config.get_text_config().vocab_size
     own_forward = head.forward
@@ -169,8 +166,8 @@ def _sums(
 ) -> list[torch.Tensor]:
     """Put a chunk's first gradient into `of_tokens`, add the others to the sums, and return these.
 
-    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A function of its own, as
-    names of a loop would hold the gradients while those of the next chunk come.)
+    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A loop's names would hold
+    the gradients while those of the next chunk come.)
     """
     of_tokens.copy_(gradients[0])
     if not of_trained:

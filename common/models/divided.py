@@ -35,7 +35,7 @@ def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None
 def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) -> PreTrainedModel:
     """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
 
-    Of files it reads its slices alone. Random weights, and those that are quantized, are whole module by module.
+    Of files it reads its slices alone; random or quantized weights are whole module by module.
     """
 
     def divide_all(model: PreTrainedModel) -> None:
@@ -67,8 +67,8 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
 def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
     """Load the run's base, of which this rank gets rows of every weight; called on every rank.
 
-    They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `--offload cpu` on the
-    host. What 4-bit numbers are computed with is on the device in any case.
+    They are divided among its row of `mesh`, and stay on its device, or with `--offload cpu` on the host. What 4-bit
+    numbers are computed with is on the device in any case.
     """
     device = "cpu" if run.offload == "cpu" else rank.device
     model = load_divided(run, device, _loading_mesh(run, rank, mesh), lambda _: 0)

@@ -27,9 +27,6 @@ def suited_to_model(run: RunConfig) -> RunConfig:
     """Return the run with those defaults changed that cannot work with its model, and say once which.
 
     A setting that is not at its default stays: what was asked for is refused later, not replaced.
-
-    Raises:
-        BadInputError: the model has no known shape, or cannot do the run's task.
     """
     config = checked_config(run)
     check_heads(run)
@@ -94,10 +91,7 @@ def _with_device_map(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 
 
 def check_heads(run: RunConfig) -> None:
-    """Refuse a classifier whose head has parts of other names than `Task.heads`, unless all linear layers are trained.
-
-    They start at random, and would not be learnt.
-    """
+    """Refuse a classifier whose head would start at random, and not be learnt: parts of it are not in `Task.heads`."""
     trains_all = not run.method.has_adapters and run.target_modules in ("all", "all-linear")
     if not run.goal.classifies or trains_all:
         return

@@ -186,11 +186,7 @@ def check_liger(run: RunConfig) -> None:
 
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own.
-
-    Raises:
-        BadInputError: it cannot be loaded, or model or tokenizer cannot do the run's task.
-    """
+    """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own."""
     if run.goal.sees:
         return _tokenizer_with_processor(run)
     if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
@@ -288,13 +284,12 @@ def load_base_model(
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
     With qlora the base's layers are in 4 bits, by `quantization` or else by the run's settings, unless `quantized` is
-    False; a `source` is taken as it is. With classification it has a head for the labels of the run's data, which
-    starts at random where the base has none.
+    False. With classification it has a head for the labels of the run's data, which starts at random where it has none.
 
-    With `unread` that is called with the model before its files are read. With `each` alone, or random weights, the
-    model comes module by module to one device: it is called with the name and the module as soon as that has all
-    weights of its own, whole, and quantized where they are to be, and may replace these. A module whose weights are
-    tied to another's is left out, unless files have them twice.
+    `unread` is called with the model before its files are read. With `each` alone, or random weights, the model comes
+    module by module to one device: `each` is called with name and module as soon as that has all weights of its own,
+    whole, and quantized where they are to be, and may replace these. A module whose weights are tied to another's is
+    left out, unless files have them twice.
 
     Raises:
         BadInputError: it cannot be loaded.
@@ -356,7 +351,7 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
     Matrices are normal with the config's `initializer_range`, as the models' own start (Devlin et al. 2019). Vectors
-    are as Transformers has started them, which draws nothing: biases are zero, and scales of norms one.
+    are as Transformers has started them: biases are zero, and scales of norms one.
     """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
@@ -368,11 +363,7 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a run's model: with classification the library's classifier on its layers, else its own.
-
-    Raises:
-        BadInputError: its config.json names none that Transformers has.
-    """
+    """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
     if run.goal.classifies:
         return getattr(transformers, run.goal.auto_class)._model_mapping[type(config)]
     name = next(iter(config.architectures or ()), "")
@@ -415,11 +406,7 @@ def longest_readable(config: PretrainedConfig) -> int | None:
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
-    """Return the architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
-
-    Raises:
-        BadInputError: there is none, or Transformers does not know its kind.
-    """
+    """Return the architecture of `model`: a config.json, a folder with one, or what `find_config` finds."""
     path = find_config(model, revision)
     read_config(path, model)
     with reading(f"{path.name} of {model}", PUBLISHED):
@@ -443,7 +430,7 @@ def _random_model(
 ) -> PreTrainedModel:
     """Make a model of `run.model`'s shape on its device, or on the host for several; the same weights each time.
 
-    The embedded tokenizer's ids stand below any real vocabulary, so that nothing has to be resized.
+    The embedded tokenizer's ids stand below any real vocabulary: nothing has to be resized.
     """
     tokenizer, config = load_tokenizer(run), checked_config(run)
     config.update(class_names(run))

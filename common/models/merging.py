@@ -1,7 +1,6 @@
 """What was saved, loaded again as any user would: equal logits; and adapters merged into their base, where it has room.
 
-A rank that writes a stage of the merged model has one file of it in the host's memory; the files of all stages go to
-each disk.
+A rank that writes a stage of the merged model has one file of it in memory; the files of all stages go to each disk.
 """
 
 import math
@@ -87,11 +86,7 @@ def check_equal_logits(
 
 
 def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
-    """Return the largest absolute difference of two models' logits; `tolerance` is relative to the largest logit.
-
-    Raises:
-        RuntimeError: it is above that.
-    """
+    """Return the largest absolute difference of two models' logits, at most `tolerance` times the largest logit."""
     difference = (trained - reloaded).abs().max().item()
     limit = tolerance * trained.abs().max().item()
     if not difference <= limit:
@@ -125,9 +120,6 @@ def reloaded_difference(
     """Load what `save_and_free` wrote as any user would, return `check_equal_logits` of it, and free it.
 
     `load` loads the base, or the model in its `source`, on every rank that shares it.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
     """
     reloaded = PeftModel.from_pretrained(load(), folder) if run.method.has_adapters else load(source=folder)
     what = "adapter" if run.method.has_adapters else "model"
@@ -140,11 +132,7 @@ def reloaded_difference(
 
 
 def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], folder: Path) -> None:
-    """Check that an adapter, loaded from `folder`, changes what its base computes; one that was not trained may not.
-
-    Raises:
-        RuntimeError: its weights were trained, and change no logit: PEFT has not put them where they belong.
-    """
+    """Check that a trained adapter, loaded from `folder`, changes what its base computes."""
     with_adapter = next_token_logits(adapted, batch)
     with adapted.disable_adapter():
         if not torch.equal(with_adapter, next_token_logits(adapted, batch)):

@@ -22,11 +22,7 @@ def check_minilm(asked_by: str, otherwise: str) -> None:
 
 @cache
 def minilm_folder() -> Path:
-    """Return the folder with its weights and its tokenizer, if the weights are the published ones: hashed once.
-
-    Raises:
-        BadInputError: the weights are not those that were published.
-    """
+    """Return the folder with its weights and its tokenizer, if the weights are the published ones: hashed once."""
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent / "model"
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != SHA256:

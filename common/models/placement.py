@@ -70,8 +70,8 @@ def place_stages(
 ) -> Placement:
     """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
-    How many rows are evaluated at once is chosen here, too, where the run leaves it to the plan. A model that the
-    closed form does not know is placed by its modules, and not planned.
+    How many rows are evaluated at once is chosen here, too. A model that the closed form does not know is placed by its
+    modules, and not planned.
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
@@ -182,8 +182,7 @@ def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
 def _even_map(model: PreTrainedModel, stages: int) -> StageMap:
     """Return a map with equally many layers on each stage; where they do not divide, the first ones have one more.
 
-    Embeddings come before the layers, what else has weights after them; a head that is tied to the embeddings is where
-    these are, as one tensor cannot be on two devices.
+    A head that is tied to the embeddings is where these are, as one tensor cannot be on two devices.
     """
     layers = _layer_names(model)
     if len(layers) < stages:
@@ -215,8 +214,7 @@ def _layer_names(model: PreTrainedModel) -> list[str]:
 def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
     """Place and plan the run's largest batch, and its phases beside training, before its model loads.
 
-    Returns:
-        The run, with as many rows validated and answered at once as planned, where it leaves that to the plan.
+    Returns the run with as many rows validated and answered at once as planned.
 
     Raises:
         BadInputError: layers cannot be placed as asked, or a phase cannot fit.

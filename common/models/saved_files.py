@@ -1,7 +1,6 @@
 """Write a model of which each rank holds a part, or a stage, as plain Transformers (or PEFT) loads it, file by file.
 
-Transformers' `save_pretrained` wants all weights on one rank's host. Here no process holds more of them than one file
-beside its own part.
+Transformers' `save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
 """
 
 import json
@@ -30,8 +29,7 @@ OF_LAYER = re.compile(r"(.*?\.\d+)\.")
 def save_model(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
     """Write the model's weights and configuration from rank 0, as `save_pretrained` does; called on every rank.
 
-    What the folder had of a model is removed first, and the configuration is written last: a folder that was not
-    finished does not load.
+    What the folder had of a model goes first, and the configuration comes last: an unfinished folder does not load.
     """
     weights = weights_to_save(model)
     if is_main:
@@ -123,8 +121,7 @@ def _described(weight: torch.Tensor) -> torch.Tensor:
 def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> None:
     """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others.
 
-    Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
-    are small, the first writes all.
+    Each rank writes its stage's weights as a part of a model in several files; of adapters the first writes all.
     """
     if sharing.is_first:
         folder.mkdir(parents=True, exist_ok=True)

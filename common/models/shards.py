@@ -38,10 +38,7 @@ def byte_count(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes.
-
-    Tensors that share their memory do so in the copy; shards stay shards.
-    """
+    """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes."""
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )
@@ -53,10 +50,7 @@ def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_weights(named: Iterable[tuple[str, torch.Tensor]], is_main: bool) -> dict[str, torch.Tensor]:
-    """Return every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
-
-    Called on every rank. What no rank divides is not copied.
-    """
+    """Return every weight whole, on the host of rank 0 (elsewhere empty), one after the other; called on every rank."""
     whole = {}
     for name, weight in named:
         one = gathered(weight).detach()

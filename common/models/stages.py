@@ -1,7 +1,6 @@
 """A model in stages: each rank holds some of its layers, and the others' are left out before any weight is read.
 
-A stage is the model itself with the layers of the other stages taken out, so that names, adapters, masks and rotary
-positions are those of the whole model.
+A stage is the model itself with other stages' layers taken out: names, masks and positions are the whole model's.
 """
 
 from copy import deepcopy
@@ -28,10 +27,7 @@ def stage_of(module: str, stage_map: StageMap) -> int:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share a model in stages: this rank's `stage` of so many, held by one of several groups of ranks.
-
-    Ranks of a group work on the same rows.
-    """
+    """How ranks share a model in stages: this rank's `stage` of so many, held by one of several groups of ranks."""
 
     stage: int
     stages: int
@@ -119,7 +115,7 @@ def load_stage(
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
     """Put adapters on this stage's layers, with the starting values that they would have on one device.
 
-    Each adapter draws random numbers: so those of other stages are made, too, beside layers on `meta`, and taken out.
+    Adapters draw random numbers: so those of other stages are made, too, beside layers on `meta`, and taken out.
     """
     with torch.device("meta"):
         whole = model_class(run, model.config)(model.config)

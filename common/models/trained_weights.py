@@ -66,9 +66,6 @@ def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool =
 
     GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers; of a model that sees those of its
     language part. A name matches as in PEFT: the whole name of a layer, or its last parts.
-
-    Raises:
-        BadInputError: a name matches no linear layer; with the names that there are.
     """
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
@@ -193,11 +190,7 @@ def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
 
 
 def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
-    """Switch on what the run trains: adapters on a frozen base, or the model's own weights.
-
-    Raises:
-        BadInputError: the model has no module, or no linear layer, of such a name.
-    """
+    """Switch on what the run trains: adapters on a frozen base, or the model's own weights."""
     if run.freeze_vision_tower:
         _leave_tower_without_gradients(model)
     if run.method.has_adapters:
@@ -209,8 +202,7 @@ def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedMo
 def _leave_tower_without_gradients(model: PreTrainedModel) -> None:
     """Let gradient checkpointing ask for no gradients in a frozen vision tower.
 
-    It makes the output of every module's input embeddings require gradients (`enable_input_require_grads`): the tower
-    would be computed backward for nothing.
+    It makes the output of all input embeddings require gradients: the tower would be computed backward for nothing.
     """
     for name in vision_modules(model):
         for module in model.get_submodule(name).modules():
@@ -234,8 +226,7 @@ def idle_weights(model: PreTrainedModel) -> int:
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many parameters are trained, and how many multiply a token.
 
-    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply. A
-    vision tower multiplies patches, not tokens.
+    An embedding that is not also the head is only looked up, and a vision tower multiplies patches, not tokens.
     """
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
     base = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -68,8 +68,6 @@ def check_weight_files(
 ) -> None:
     """Check that the files of the run's base, in a folder or the Hub's cache, hold what its class `kind` needs.
 
-    Weights that the model has no use for are said once: a checkpoint of another task has such a head.
-
     Raises:
         BadInputError: as `weights_in_files`; or weights are missing or of another shape than `config` says, but for a
             classifier's head; or they are pickled, and the run reads them in parts.
