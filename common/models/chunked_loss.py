@@ -23,10 +23,9 @@ from transformers.utils import ModelOutput
 from common.data.rows import IGNORED_LABEL
 from common.planning.job import LOGITS_AT_ONCE
 
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states, shape (..., hidden size), to logits, (..., vocabulary)."""
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states, shape (..., hidden size), to logits, (..., vocabulary)
+# by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-"""Settings by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)."""
 BART_LIKE = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "marian", "mbart", "mvp", "pegasus", "plbart",
 )  # fmt: skip

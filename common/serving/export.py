@@ -29,20 +29,16 @@ from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
 from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
+# what is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights
 FOLDERS = {
     "merged": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
 }  # fmt: skip
-"""What is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights."""
 WEIGHT_TYPE = "f16"
 VLLM_LEAST_RANK = 8
 
 
 def export_merged(tuned: TunedRun, output: Path) -> Path:
-    """Copy the whole tuned model with its tokenizer into a new folder, with a card beside it; return the folder.
-
-    Raises:
-        BadInputError: the run has no whole model any more, or the folder exists.
-    """
+    """Copy the whole tuned model with its tokenizer into a new folder, with a card beside it; return the folder."""
     _check_holds(tuned, tuned.whole_model, "config.json")
     return _copied(tuned, tuned.whole_model, output)
 
@@ -58,11 +54,7 @@ def _copied(tuned: TunedRun, source: Path, output: Path) -> Path:
 
 
 def export_adapter(tuned: TunedRun, output: Path) -> Path:
-    """As `export_merged`, of the adapter alone: its settings name the base by its id and commit, or its folder's name.
-
-    Raises:
-        BadInputError: the run has no adapter, or none with a tokenizer, or a base of random weights.
-    """
+    """As `export_merged`, of the adapter: its settings name the base by its id and commit, or its folder's name."""
     if not tuned.run.method.has_adapters:
         raise BadInputError(f"{tuned.folder.name} is of {tuned.run.technique}, without adapters: use --to merged.")
     if tuned.run.weights == "random":
@@ -91,11 +83,7 @@ def _check_new(output: Path) -> None:
 
 
 def upload(folder: Path, repo_id: str) -> str:
-    """Upload a folder into a private repository of the Hub, and return its address.
-
-    Raises:
-        BadInputError: there is no token, or the Hub refuses.
-    """
+    """Upload a folder into a private repository of the Hub, and return its address."""
     if not get_token():
         raise BadInputError("There is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()

@@ -22,33 +22,25 @@ from common.models.loading import any_shape_config, read_tokenizer
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Kinds of models (`model_type`), which llama.cpp calls alike."""
+FAMILIES = ("llama", "qwen2", "qwen3")  # kinds of models (`model_type`), which llama.cpp calls alike
+# whose rotary embeddings turn neighbouring features in llama.cpp, in Transformers those of a head's two halves
 INTERLEAVED = ("llama",)
-"""Those whose rotary embeddings turn neighbouring features in llama.cpp; in Transformers they turn the features of a
-head's first and second half."""
 BEGINS, WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json
 PRE_TOKENIZERS = {
     "": "gpt-2",  # ByteLevel's own expression
     f"{BEGINS}{WORDS}{SPACES}": "qwen2",
     f"{BEGINS}{{1,3}}{WORDS}{SPACES}": "llama-bpe",
 }
-"""llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json."""
-WEIGHT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
-"""By their names here, those of `gguf.LlamaFileType`."""
+WEIGHT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # by our names: `gguf.LlamaFileType`
 MODELFILE = "Modelfile"
-OLLAMA = "0.30.0"
-"""The first version of Ollama that renders a file's own chat template (server/images.go: `HasChatTemplate`)."""
+OLLAMA = "0.30.0"  # the first that renders a file's own chat template (server/images.go: `HasChatTemplate`)
 OTHERWISE = "use convert_hf_to_gguf.py of llama.cpp on the folder that --to merged makes."
 
 
 def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
-    """Write the model and tokenizer in `folder` as one GGUF file; say what ends answers and the file cannot hold.
-
-    Raises:
-        BadInputError: as `_write_gguf`.
-    """
+    """Write the model and tokenizer in `folder` as one GGUF file; say what ends answers and the file cannot hold."""
     written = _write_gguf(folder, file, weight_type)
     for text in saved_stops(folder, read_tokenizer(folder)).texts:
         print(f"note: answers end with {text!r}, which no GGUF file holds: pass it as a stop with each request")
@@ -59,9 +51,6 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
 
     The Modelfile names no template, so that Ollama renders the one in the GGUF file.
-
-    Raises:
-        BadInputError: a text that ends answers cannot stand in a Modelfile, or see `_write_gguf`.
     """
     tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     stops = saved_stops(model, tokenizer)
@@ -89,11 +78,7 @@ def _modelfile_text(text: str) -> str:
 
 
 def _write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
-    """Write the model and tokenizer in `folder` as one GGUF file with matrices of `weight_type`; return the file.
-
-    Raises:
-        BadInputError: the package gguf is missing, the file exists, or llama.cpp would compute something else.
-    """
+    """Write the model and tokenizer in `folder` as one GGUF file, where llama.cpp would compute the same; return it."""
     check_installed("gguf", f"{file.name} is to be written", "`python3 install.py gguf`")
     if os.path.lexists(file):
         raise BadInputError(f"{file} exists already: name another --output.")
@@ -138,11 +123,7 @@ def _check_family(config: PretrainedConfig) -> None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return llama.cpp's name for how a tokenizer divides a text before it merges byte pairs.
-
-    Raises:
-        BadInputError: there is none.
-    """
+    """Return llama.cpp's name for how a tokenizer divides a text before it merges byte pairs, or refuse it."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     step = state["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
@@ -210,11 +191,7 @@ def without_marks(template: str) -> str:
 
 
 def _add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str) -> None:
-    """Add every weight under llama.cpp's name, vectors in fp32, but for a head that is the embeddings.
-
-    Raises:
-        BadInputError: llama.cpp knows no such weight, or its rows cannot be divided into blocks of 32.
-    """
+    """Add every weight under llama.cpp's name, vectors in fp32, but for a head that is the embeddings."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map, quantize
 
     config = model.config

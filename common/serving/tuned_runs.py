@@ -25,12 +25,12 @@ from common.planning.architectures import is_hub_id, read_config
 from common.planning.device_maps import whole_model_on
 from common.records.store import RECORD_NAME, Record, load_record
 
+# settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults
 MADE_BY_RUNS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "fan_in_fan_out", "modules_to_save",
     "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
 }  # fmt: skip
-"""Settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults."""
 AGAIN = "Repeat the run, or take the adapter as it was saved."
 PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")
 QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
@@ -116,11 +116,7 @@ class TunedModels:
 
 
 def load_models(tuned: TunedRun) -> TunedModels:
-    """Load base and tuned model of a run.
-
-    Raises:
-        BadInputError: the base is not there or cannot be loaded, or the adapter belongs to another one.
-    """
+    """Load base and tuned model of a run; an adapter of another base is refused."""
     _check_base(tuned)
     run, device = tuned.run, whole_model_on("cuda:0" if tuned.run.device == "cuda" else "cpu")
     tokenizer = load_tokenizer(run)
@@ -145,11 +141,7 @@ def load_models(tuned: TunedRun) -> TunedModels:
 
 
 def check_adapter(adapter: Path) -> dict[str, Any]:
-    """Return an adapter's settings, if runs make such: one may be a module that PEFT is to import, which is code.
-
-    Raises:
-        BadInputError: with the setting; or its settings cannot be read.
-    """
+    """Return an adapter's settings, if runs make such: others may have PEFT import a module, which is code."""
     with reading(f"{CONFIG_NAME} of {adapter}", AGAIN):
         settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
     if settings.get("peft_type") != "LORA":

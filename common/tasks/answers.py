@@ -32,12 +32,11 @@ from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
 from common.tasks.samples import samples
 
-ScoredAnswer = dict[str, object]
-"""A line of the predictions file."""
+ScoredAnswer = dict[str, object]  # a line of the predictions file
+# all answers, their references, and the references of other rows
 Texts = tuple[Sequence[str], Sequence[str], Sequence[str | None]]
-"""All answers, their references, and the references of other rows."""
+# distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked
 Scores = tuple[float | None, float | None]
-"""Distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked."""
 SHUFFLE_SEED = 0
 
 

@@ -1,8 +1,7 @@
 """What a classifier learns, and how good it is: accuracy and macro-F1 with confidence intervals, and who is confused.
 
-Accuracy: share of the rows whose label was found; its interval is Wilson's. Macro-F1: the mean of the classes' F1, each
-class weighing the same however rare it is; its interval is a percentile bootstrap over rows. Both intervals say what
-other rows of the same kind would give (95 %), not what another seed would.
+Macro-F1 is the mean of the classes' F1, each class weighing the same; its interval is a percentile bootstrap over rows,
+that of accuracy Wilson's. They say what other rows of the same kind would give (95 %), not what another seed would.
 """
 
 from collections import Counter

@@ -15,10 +15,8 @@ from common.data.batches import Collate
 from common.data.rows import IGNORED_LABEL, Tokens, labels_in
 
 # names in the log history
-VALIDATION_LOSS = "eval_mean_loss"
-"""A mean over all validation rows' answer tokens, or over what `Task.loss_per` says."""
-ACCURACY = "eval_accuracy"
-"""The share of the validation rows whose label was found, or of pairs whose chosen answer has the higher reward."""
+VALIDATION_LOSS = "eval_mean_loss"  # over all validation rows' answer tokens, or what `Task.loss_per` says
+ACCURACY = "eval_accuracy"  # of labels that were found, or of pairs whose chosen answer has the higher reward
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,7 @@ class Objective:
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
     """Return the validation loss, from the sum of the losses and the number of tokens of all rows.
 
-    So it is the same at any batch and world size. (The `eval_loss` of Transformers' Trainer is a mean of batch means:
-    0.4 % more on two ranks than on one, for the same model.)
+    (The `eval_loss` of Transformers' Trainer is a mean of batch means: 0.4 % more on two ranks than on one.)
     """
     loss_sum, token_count = sums
     return {VALIDATION_LOSS: float(loss_sum / token_count)}

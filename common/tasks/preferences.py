@@ -32,15 +32,13 @@ from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evalu
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
 
-MARGIN = "eval_margin"
-"""The mean of reward(chosen) - reward(rejected), by its name in the log history."""
+MARGIN = "eval_margin"  # mean of reward(chosen) - reward(rejected), in the log history
+# TRL's names of a row's reference log-probabilities, where they were computed before training
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-"""TRL's names of a row's reference log-probabilities, where they were computed before training."""
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
 MODEL_INPUTS = ("input_ids", "attention_mask", "completion_mask")
 TRL_COLUMNS = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an error where TRL has renamed it
-Pair = tuple[float, float]
-"""Log-probabilities or rewards of the chosen and the rejected answer."""
+Pair = tuple[float, float]  # log-probabilities or rewards of the chosen and the rejected answer
 
 
 # -- in training

@@ -8,13 +8,13 @@ import pandas as pd
 
 from common.base.inert import csv_text, printable
 
+# by the column of a predictions file with what was expected: the columns with what the model read and wrote
 PREDICTED = {
     "reference": ("question", "answer"),
     "chosen": ("question", "answer"),
     "summary": ("text", "written"),
     "label": ("text", "found"),
 }
-"""By the column of a predictions file with what was expected: the columns with what the model read and wrote."""
 SAMPLES, CHARACTERS = 3, 100
 
 

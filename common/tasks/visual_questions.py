@@ -1,9 +1,8 @@
 """Answers to questions about pictures: what is learnt, and whether the model looks.
 
-Beside the scores of all answers (`common/tasks/answers.py`) these are reported: facts said by kind of question (the
-rows' column `kind`); facts said by always giving the commonest answer to each kind; and facts said, and answers
-unchanged, when the same question is asked about another row's picture, whose right answer differs. A model that still
-gives the old answer ignores the picture.
+Beside the scores of all answers these are reported: facts said by kind of question; facts said by always giving the
+commonest answer to each kind; and facts said, and answers unchanged, when the same question is asked about another
+row's picture, whose right answer differs. A model that still gives the old answer ignores the picture.
 """
 
 import random
@@ -51,8 +50,7 @@ ANSWERS = replace(answers.ANSWERS, collator=_picture_collator)
 class VisualEvaluation(Evaluation):
     """The scored answers to all questions, with those about another picture."""
 
-    commonest_share: float | None
-    """Of the facts that the commonest answers would say."""
+    commonest_share: float | None  # of the facts that the commonest answers would say
 
     @property
     def unchanged_share(self) -> float | None:
