@@ -21,6 +21,7 @@ from common.models.trained_weights import add_lora, has_fused_experts, idle_weig
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
+Changes = tuple[dict[str, object], str]  # settings, and why they are others
 
 
 def suited_to_model(run: RunConfig) -> RunConfig:
@@ -30,64 +31,60 @@ def suited_to_model(run: RunConfig) -> RunConfig:
     """
     config = checked_config(run)
     check_heads(run)
-    for suited in (_with_attention, _with_padding, _with_targets, _with_dropout, _with_device_map):
-        run = suited(run, config)
+    for suited in (_attention, _padding, _targets, _dropout, _device_map):
+        changes, why = suited(run, config)
+        run = replace(run, **changes)
+        if why:
+            say_once(f"{run.model}: {why}")
     return run
 
 
-def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:
     if run.attention != RunConfig.attention or model_class(run, config)._supports_sdpa:
-        return run
-    say_once(f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager")
-    return replace(run, attention="eager")
+        return {}, ""
+    return {"attention": "eager"}, f"Transformers has no SDPA for the kind {config.model_type}: attention is eager"
 
 
-def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
-        return run
+        return {}, ""
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
-    attention = f"the attention of {run.model} ({config.model_type}, {run.attention})"
+        return {"padding_free": "yes" if run.padding_free == "yes" or has_kernel else "no"}, ""
+    attention = f"its attention ({config.model_type}, {run.attention})"
     if run.padding_free == "yes":
         raise BadInputError(
-            f"padding_free is yes, but {attention} cannot separate rows that lie end to end: leave --padding_free out."
+            f"padding_free is yes, but of {run.model} {attention} cannot separate rows that lie end to end: leave "
+            "--padding_free out."
         )
-    say_once(f"{run.model}: rows are padded, as {attention} cannot separate them")
-    return replace(run, padding_free="no")
+    return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
 
 
-def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not run.method.has_adapters or run.target_modules != recipe_targets(run) or _names_layers(run):
-        return run
+        return {}, ""
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
-    say_once(
-        f"{run.model}: no layer of the kind {config.model_type} is called {run.target_modules}: adapters are on "
-        f"{targets} (--target_modules takes other names)"
-    )
-    return replace(run, target_modules=targets)
+    lacks = f"no layer of the kind {config.model_type} is called {run.target_modules}"
+    return {"target_modules": targets}, f"{lacks}: adapters are on {targets} (--target_modules takes other names)"
 
 
-def _with_dropout(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _dropout(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not run.method.has_adapters or not _adapts_experts(run):
-        return run
-    changed = ""
-    if run.lora_dropout == RunConfig.lora_dropout:
-        run, changed = replace(run, lora_dropout=0.0), ", and these take no dropout: lora_dropout is 0"
-    say_once(
-        f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
+        return {}, ""
+    is_default = run.lora_dropout == RunConfig.lora_dropout
+    without = ", and these take no dropout: lora_dropout is 0" if is_default else ""
+    return {"lora_dropout": 0.0} if is_default else {}, (
+        f"with target_modules {run.target_modules} its experts get adapters, too{without} "
         "(--target_modules q_proj,v_proj leaves them out)"
     )
-    return run
 
 
-def _with_device_map(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _device_map(run: RunConfig, config: PretrainedConfig) -> Changes:
     is_balanced = run.parallelism.layers_in_turn and run.device_map == "balanced"
     if not is_balanced or is_known_architecture(run.model, run.model_revision):
-        return run
-    say_once(f"{run.model}: device_map is even, as the closed form does not know the kind {config.model_type}")
-    return replace(run, device_map="even")
+        return {}, ""
+    return {"device_map": "even"}, f"device_map is even, as the closed form does not know the kind {config.model_type}"
 
 
 def check_heads(run: RunConfig) -> None:

@@ -92,15 +92,9 @@ def _is_placed_by_modules(run: RunConfig) -> bool:
 
 
 def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:
-    model, count = model_without_weights(run), run.stage_count
-    if device_map == "even":
-        stage_map = _even_map(model, count)
-    elif device_map == "auto":
-        stage_map = auto_map(run, (gpu,) * count)
-    else:
-        stage_map = _map_brought_along(model, device_map, run, count)
-    layers = Counter(stage_of(name, stage_map) for name in _layer_names(model))
-    return Placement(stage_map, tuple(layers[stage] for stage in range(count)))
+    stage_map = _map_by_modules(run, device_map, (gpu,) * run.stage_count)
+    layers = Counter(stage_of(name, stage_map) for name in _layer_names(model_without_weights(run)))
+    return Placement(stage_map, tuple(layers[stage] for stage in range(run.stage_count)))
 
 
 def _gpu_of(run: RunConfig) -> Gpu:
@@ -120,27 +114,17 @@ def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job:
     computed = {"balanced": balanced_shares, "even": even_shares}
     if device_map in computed:
         return device_map_of(architecture, computed[device_map](architecture, job, gpus), range(count))
+    stage_map = _for_each_module(architecture, _map_by_modules(run, device_map, gpus), count)
     if device_map == "auto":
-        chosen = _for_each_module(architecture, auto_map(run, gpus), count)
-        for number, share in enumerate(shares_of_map(architecture, chosen, count)):
+        for number, share in enumerate(shares_of_map(architecture, stage_map, count)):
             if not any(share.layers):  # as where embeddings are large
                 raise BadInputError(
                     f"device_map is auto, but Accelerate gives device {number} of {count} no layer of "
                     f"{architecture.name}: pass --device_map balanced, or take fewer devices."
                 )
-        return chosen
-    numbered = _map_brought_along(model_without_weights(run), device_map, run, count)
-    stage_map = _for_each_module(architecture, numbered, count)
-    if run.parallelism.pipelines:
+    elif run.parallelism.pipelines:
         _check_contiguous(architecture, stage_map, count)
     return stage_map
-
-
-def _map_brought_along(model: PreTrainedModel, file: str, run: RunConfig, count: int) -> StageMap:
-    brought = read_device_map(file)
-    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
-    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
-    return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
 
 
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
@@ -167,6 +151,19 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
 
 
 # -- by a model's own modules, without the closed form
+
+
+def _map_by_modules(run: RunConfig, device_map: str, gpus: Sequence[Gpu]) -> StageMap:
+    """Return the even map, Accelerate's, or the one in the file `device_map`."""
+    if device_map == "auto":
+        return auto_map(run, gpus)
+    model = model_without_weights(run)
+    if device_map == "even":
+        return _even_map(model, len(gpus))
+    brought = read_device_map(device_map)
+    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
+    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, len(gpus))
+    return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
 
 
 def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:

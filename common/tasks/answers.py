@@ -37,7 +37,6 @@ ScoredAnswer = dict[str, object]  # a line of the predictions file
 Texts = tuple[Sequence[str], Sequence[str], Sequence[str | None]]
 # distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked
 Scores = tuple[float | None, float | None]
-SHUFFLE_SEED = 0
 
 
 # -- in training
@@ -253,7 +252,7 @@ def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     if len(rows) == 1:
         return [None]
     order = list(range(len(rows)))
-    random.Random(SHUFFLE_SEED).shuffle(order)
+    random.Random(0).shuffle(order)
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
 
 

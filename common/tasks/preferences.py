@@ -36,7 +36,6 @@ MARGIN = "eval_margin"  # mean of reward(chosen) - reward(rejected), in the log 
 # TRL's names of a row's reference log-probabilities, where they were computed before training
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
-MODEL_INPUTS = ("input_ids", "attention_mask", "completion_mask")
 TRL_COLUMNS = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an error where TRL has renamed it
 Pair = tuple[float, float]  # log-probabilities or rewards of the chosen and the rejected answer
 
@@ -243,7 +242,7 @@ def log_probs_of(
 
     def found(numbers: list[int]) -> Iterable[Pair]:
         batch = collate([pairs[number] for number in numbers])
-        inputs = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask", "completion_mask")}
         return zip(*(each.tolist() for each in answer_log_probs(model, inputs)), strict=True)
 
     return predict_rows(log, list(map(tokens_in, pairs)), what, when, found, model)

@@ -24,9 +24,6 @@ from common.runtime.recorder import RunRecorder
 from common.tasks import answers
 from common.tasks.answers import Evaluation, Judge, answer_and_score, answer_rows, facts_in, report_evaluation
 
-SWAP_SEED = 0
-
-
 # -- in training
 
 
@@ -117,7 +114,7 @@ def partners_of(rows: Sequence[Row]) -> list[int | None]:
     groups: dict[str, list[int]] = {}
     for number, (group, *_) in enumerate(asked):
         groups.setdefault(group, []).append(number)
-    drawn = random.Random(SWAP_SEED)
+    drawn = random.Random(0)
     partners: list[int | None] = []
     for group, answer, facts in asked:
         others = ((other, asked[other][1]) for other in drawn.sample(groups[group], len(groups[group])))
