@@ -158,6 +158,6 @@ def check_quantizable(run: RunConfig) -> None:
     share = quantized / (quantized + others.total())
     if share < LEAST_QUANTIZED_SHARE:
         raise BadInputError(
-            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as most are in "
-            f"{others.most_common(1)[0][0]}, not in torch.nn.Linear: pass --technique lora in a folder of 2.1."
+            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, not those in "
+            f"{others.most_common(1)[0][0]}: pass --technique lora in a folder of 2.1."
         )
