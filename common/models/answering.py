@@ -83,7 +83,7 @@ def _in_stages(
 
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not sharing.is_first:
+        if sharing.stage > 0:
             width = model.config.get_text_config().hidden_size
             hidden = torch.empty(*input_ids.shape, width, dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)

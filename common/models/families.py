@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -15,7 +16,6 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_file_of, read_lora
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
-from common.models.quantization import is_quantizable
 from common.models.separate_rows import separates_rows
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
@@ -151,7 +151,7 @@ def check_quantizable(run: RunConfig) -> None:
         if module in ends or isinstance(module, torch.nn.Embedding):
             continue
         matrices = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1)
-        if is_quantizable(module):
+        if type(module) in (torch.nn.Linear, Conv1D):  # which `replace_with_bnb_linear` replaces
             quantized += matrices
         else:
             others[type(module).__name__] += matrices

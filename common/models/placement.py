@@ -304,9 +304,8 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
     """
     if _is_placed_by_modules(run):
         maps = dict.fromkeys(["auto", "even", run.device_map])
-        placed = [_placement_by_modules(run, device_map, gpu or _gpu_of(run)) for device_map in maps]
-        layers = [" / ".join(map(str, placement.layers)) for placement in placed]
-        return pd.DataFrame({"Device map": list(maps), "Layers per device": layers})
+        placed = (_placement_by_modules(run, device_map, gpu or _gpu_of(run)).layers for device_map in maps)
+        return pd.DataFrame({"Device map": list(maps), "Layers per device": [" / ".join(map(str, n)) for n in placed]})
     architecture, job, gpus = _divided(run, batch, gpu)
     by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
     rows = []

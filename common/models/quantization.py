@@ -58,11 +58,6 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def is_quantizable(module: torch.nn.Module) -> bool:
-    """Return whether bitsandbytes replaces this layer (`replace_with_bnb_linear`): no class made from these two."""
-    return type(module) in (torch.nn.Linear, Conv1D)
-
-
 def weight_counts(model: torch.nn.Module) -> int:
     """Return the number of a model's weights; a tensor of 4-bit weights holds two or more in each of its elements."""
     states = {  # where FSDP has put shards in the tensor's place, the layer alone knows

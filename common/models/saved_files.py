@@ -123,13 +123,13 @@ def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharin
 
     Each rank writes its stage's weights as a part of a model in several files; of adapters the first writes all.
     """
-    if sharing.is_first:
+    if sharing.stage == 0:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()
     if isinstance(model, PeftModel):
         own = get_peft_model_state_dict(model, save_embedding_layers=False)
         parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
-        if sharing.is_first:
+        if sharing.stage == 0:
             model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
             every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
@@ -148,7 +148,7 @@ def wait_for_parts() -> None:
 
 def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> None:
     weights = model.state_dict()
-    if model.ends_are_tied and not sharing.is_first:
+    if model.ends_are_tied and sharing.stage > 0:
         copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
     planned = list(_planned_files(weights).values())
@@ -159,7 +159,7 @@ def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> None:
         save_file({name: weights[name].contiguous() for name in names}, folder / file_name, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file_name)
     parts = gather_object([(file_of, byte_count(weights.values()), sum(each.numel() for each in weights.values()))])
-    if sharing.is_first:
+    if sharing.stage == 0:
         model.whole_config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

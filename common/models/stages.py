@@ -34,11 +34,6 @@ class Sharing:
     groups: int
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank reads token ids; the others get hidden states."""
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank holds the head, and so knows what the model computes."""
         return self.stage == self.stages - 1

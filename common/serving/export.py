@@ -103,14 +103,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repo_id", "--repo-id", default="", help="with hub: NAME/MODEL")
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
-    if options.to == "hub" and options.repo_id.count("/") != 1:
-        raise BadInputError("--to hub needs --repo_id NAME/MODEL.")
-    if options.to == "hub" and options.output:
-        raise BadInputError(f"--output is {options.output}, but --to hub keeps no folder here: leave --output out.")
-    if options.push and options.to != "hub":
-        raise BadInputError(f"--push uploads to the Hub, but --to is {options.to}: pass --to hub, or leave --push out.")
-    if options.weight_type and options.to not in ("gguf", "ollama"):
-        raise BadInputError(f"--weight_type is for --to gguf or ollama, but --to is {options.to}: leave it out.")
+    to, is_hub = options.to, options.to == "hub"
+    for is_wrong, refusal in (
+        (is_hub and options.repo_id.count("/") != 1, "--to hub needs --repo_id NAME/MODEL."),
+        (is_hub and options.output, f"--to hub keeps no folder here: leave --output {options.output} out."),
+        (options.push and not is_hub, f"--push uploads to the Hub, but --to is {to}: leave --push out."),
+        (
+            options.weight_type and to not in ("gguf", "ollama"),
+            f"--weight_type is for --to gguf or ollama, but --to is {to}: leave it out.",
+        ),
+    ):
+        if is_wrong:
+            raise BadInputError(refusal)
     options.weight_type = options.weight_type or WEIGHT_TYPE
     return options
 

@@ -144,18 +144,19 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
     """Return an adapter's settings, if runs make such: others may have PEFT import a module, which is code."""
     with reading(f"{CONFIG_NAME} of {adapter}", AGAIN):
         settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
-    if settings.get("peft_type") != "LORA":
-        raise BadInputError(f"{adapter} is of the kind {settings.get('peft_type')!r}, and runs make LORA: {AGAIN}")
     plain = LoraConfig().to_dict()
     set_so = {name for name, value in settings.items() if value and value != plain.get(name)}
     others = sorted(set_so - MADE_BY_RUNS)
-    if others:
-        values = begin_of([settings[name] for name in others])
-        raise BadInputError(f"{CONFIG_NAME} of {adapter} sets {shown(others)} ({values}), which no run does. {AGAIN}")
     patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
-    if slow:
-        raise BadInputError(f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}. {AGAIN}")
+    kind, values = settings.get("peft_type"), begin_of([settings[name] for name in others])
+    for is_strange, what in (
+        (kind != "LORA", f"is of the kind {kind!r}, and runs make LORA"),
+        (others, f"sets {shown(others)} ({values}), which no run does"),
+        (slow, f"has the pattern {begin_of(shown(slow), 60)!r}, which no run makes"),
+    ):
+        if is_strange:
+            raise BadInputError(f"{CONFIG_NAME} of {adapter} {what}. {AGAIN}")
     return settings
 
 
@@ -190,5 +191,5 @@ def _check_base(tuned: TunedRun) -> None:
 
 
 def _shape(config: dict[str, object]) -> str:
-    known = "hidden_size" in config and "num_hidden_layers" in config
-    return f" (hidden size {config['hidden_size']}, {config['num_hidden_layers']} layers)" if known else ""
+    size, layers = config.get("hidden_size"), config.get("num_hidden_layers")
+    return f" (hidden size {size}, {layers} layers)" if size and layers else ""

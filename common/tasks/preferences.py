@@ -154,12 +154,6 @@ class PreferenceEvaluation(Evaluation):
     reference_log_probs: list[Pair] | None  # None where this is the reference
     beta: float
 
-    @property
-    def rewards(self) -> list[Pair]:
-        """The rewards of both answers to each prompt; none where this is the reference."""
-        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
-        return [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
-
     def __str__(self) -> str:
         facts, dates, found = self.facts_share(), self.mean("invents_a_date"), self.summary()
         said = "" if facts is None else f"{facts:.0%} of the facts said, "
@@ -173,7 +167,9 @@ class PreferenceEvaluation(Evaluation):
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the metrics for the record; before training there are no rewards."""
-        rewards, dates = self.rewards, self.mean("invents_a_date")
+        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
+        rewards = [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
+        dates = self.mean("invents_a_date")
         return {
             "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
             "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
