@@ -79,7 +79,11 @@ def _in_stages(
 ) -> PreTrainedModel:
     """Let a stage take its hidden states, of `dtype`, from the one before, hand its own on, and know the logits."""
     body, own_rank = model.base_model, dist.get_rank()
-    compute, answer, layers = body.forward, model.forward, _count_own_layers(body)
+    compute, answer = body.forward, model.forward
+    numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    layers = sorted({module.layer_idx for module in numbered})
+    for module in numbered:  # from 0: `generate` asks the first layer's cache how many tokens were read
+        module.layer_idx -= layers[0]
 
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +115,3 @@ def _in_stages(
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
     return model
-
-
-def _count_own_layers(body: torch.nn.Module) -> list[int]:
-    """Number a stage's layers from 0, as `generate` asks the first one's cache; return their own numbers."""
-    numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    numbers = sorted({module.layer_idx for module in numbered})
-    for module in numbered:
-        module.layer_idx -= numbers[0]
-    return numbers

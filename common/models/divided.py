@@ -71,20 +71,15 @@ def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
     numbers are computed with is on the device in any case.
     """
     device = "cpu" if run.offload == "cpu" else rank.device
-    model = load_divided(run, device, _loading_mesh(run, rank, mesh), lambda _: 0)
+    # without names: PEFT takes parts on any mesh with other names than its own for tensor parallel's
+    if run.offload == "cpu":
+        rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
+        own_row = DeviceMesh.from_group(group, "cpu")
+    else:
+        own_row = DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
+    model = load_divided(run, device, own_row, lambda _: 0)
     for module in model.modules():
         if is_quantized(module):
             module.quant_state.to(rank.device)
     return model
-
-
-def _loading_mesh(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> DeviceMesh:
-    """Return this rank's row of `mesh` where weights stay: of devices, or of hosts.
-
-    It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
-    """
-    if run.offload != "cpu":
-        return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
-    rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
-    return DeviceMesh.from_group(group, "cpu")
