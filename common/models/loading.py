@@ -77,18 +77,16 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     ),
     "encoder": (
         lambda config: config.model_type in ENCODERS and not config.is_encoder_decoder,
-        f"but labels are predicted by encoders, such as BERT, RoBERTa and DeBERTa: pass --model {MINILM} or "
-        "roberta-large",
+        f"but labels are predicted by encoders, such as BERT and RoBERTa: pass --model {MINILM} or roberta-large",
     ),
     "encoder-decoder": (
         lambda config: config.is_encoder_decoder,
-        "but summaries are written by encoder-decoders: pass --model assets/embedded_summarizer or "
-        "facebook/bart-large-cnn",
+        "but summaries are written by encoder-decoders: pass --model facebook/bart-large-cnn",
     ),
     "vision-language": (
         lambda config: config.model_type in SEEING,
-        "which is not one of the kinds that see and were tried here (Idefics2, Idefics3, SmolVLM): pass --model "
-        "assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
+        "which is none of the kinds that see here (Idefics2, Idefics3, SmolVLM): pass --model "
+        "HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
 
