@@ -12,7 +12,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.base.errors import BadInputError
-from common.base.inert import printable
 from common.base.run_config import RunConfig
 from common.data.templates import prompt_ids
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
@@ -99,7 +98,7 @@ def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: p
     assert answers == {"base": of_base, "tuned": of_tuned}
     out = capsys.readouterr().out
     assert f" base > {of_base}" in out
-    assert f"tuned > {printable(of_tuned)}" in out
+    assert f"tuned > {chat.printable(of_tuned)}" in out
     assert [turn["role"] for turn in conversation.turns["tuned"]] == ["user", "assistant"]
     conversation.reset()
     assert conversation.turns == {"base": [], "tuned": []}
