@@ -72,12 +72,10 @@ def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
 def _dropout(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not run.method.has_adapters or not _adapts_experts(run):
         return {}, ""
-    is_default = run.lora_dropout == RunConfig.lora_dropout
-    without = ", and these take no dropout: lora_dropout is 0" if is_default else ""
-    return {"lora_dropout": 0.0} if is_default else {}, (
-        f"with target_modules {run.target_modules} its experts get adapters, too{without} "
-        "(--target_modules q_proj,v_proj leaves them out)"
-    )
+    changes = {"lora_dropout": 0.0} if run.lora_dropout == RunConfig.lora_dropout else {}
+    without = ", and these take no dropout: lora_dropout is 0" if changes else ""
+    adapted = f"with target_modules {run.target_modules} its experts get adapters, too{without}"
+    return changes, f"{adapted} (--target_modules q_proj,v_proj leaves them out)"
 
 
 def _device_map(run: RunConfig, config: PretrainedConfig) -> Changes:

@@ -101,10 +101,9 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
 
     hook = register_module_parameter_registration_hook(at_registration)
     # threads would read ahead; and the allocator would be warmed up with all of the model's bytes on a GPU
-    in_turn = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     without_warmup = patch.object(modeling_utils, "caching_allocator_warmup", lambda *_: None)
     try:
-        with in_turn, without_warmup:
+        with patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}), without_warmup:
             yield ending_with(kind, models.append)
     finally:
         hook.remove()
