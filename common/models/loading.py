@@ -85,7 +85,7 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     ),
     "vision-language": (
         lambda config: config.model_type in SEEING,
-        "which is none of the kinds that see here (Idefics2, Idefics3, SmolVLM): pass --model "
+        "which is not one of the kinds that see (Idefics2, Idefics3, SmolVLM): pass --model "
         "HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
