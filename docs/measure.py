@@ -24,7 +24,7 @@ LEARNING_RATES = (1e-4, 1e-3, 1e-2)
 SEEDS = (42,)
 PROCESSES = 2
 MERGE_CHECK = "the reloaded merged model differ"
-"""Of the sentence of `largest_difference` in common/models/loading.py."""
+"""Of the sentence of `largest_difference` in common/models/merging.py."""
 
 
 class Trial(NamedTuple):

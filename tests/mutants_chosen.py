@@ -382,14 +382,14 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "pipeline: one stage's adapters are not saved",
-        "common/models/saved_stages.py",
+        "common/models/saved_files.py",
         "for part in parts for name, weight in part.items()}",
         "for part in parts[:1] for name, weight in part.items()}",
         _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
     ),
     Fault(
         "pipeline: one stage's part of the model is not in its list",
-        "common/models/saved_stages.py",
+        "common/models/saved_files.py",
         "for files, *_ in parts for name, file in files.items()}",
         "for files, *_ in parts[:-1] for name, file in files.items()}",
         _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
@@ -561,7 +561,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "what was saved is not compared with what was trained",
-        "common/models/loading.py",
+        "common/models/merging.py",
         "    if not difference <= limit:\n",
         "    if difference < 0:\n",
         _unit("models", "unequal_logits_are_refused"),
@@ -898,7 +898,7 @@ GPUS = (
     ),
     Fault(
         "weights that are given up stay in memory",
-        "common/models/freeing.py",
+        "common/models/shards.py",
         "        tensor.data, tensor.grad = tensor.new_empty(0), None\n",
         "        tensor.grad = None\n",
         _unit("training", "weights_that_are_given_up_take_no_memory_whoever_still_has_them"),

@@ -18,10 +18,10 @@ from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.data.splits import load_splits
-from common.models.freeing import free_model
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
 from common.models.merging import has_room_for_plain
 from common.models.quantization import quantization_config, stored_weights
+from common.models.shards import free_model
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record

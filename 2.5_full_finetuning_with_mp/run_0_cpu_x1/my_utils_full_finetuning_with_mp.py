@@ -8,7 +8,7 @@ from accelerate.hooks import attach_align_device_hook_on_blocks, remove_hook_fro
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import check_equal_logits, next_token_logits
+from common.models.merging import check_equal_logits, next_token_logits
 from common.models.placement import Placement
 from common.models.trained_weights import train_linear_layers
 from common.planning.device_maps import whole_model_on

@@ -1,6 +1,7 @@
 """Errors: a user's mistake, what stops a run, and how a library's error is classified and told in one sentence."""
 
 import errno
+import importlib.util
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -102,6 +103,12 @@ def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None
             raise
         why = f"{type(error).__name__}: {first_sentence(error)}"
         raise BadInputError(f"{what} cannot be {done} ({why}). {next_step}".rstrip()) from error
+
+
+def check_installed(package: str, asked_by: str, next_step: str) -> None:
+    """Refuse what `asked_by` says where its package is missing, with the command that installs it."""
+    if importlib.util.find_spec(package) is None:
+        raise BadInputError(f"{asked_by}, but {package} is not installed: {next_step}.")
 
 
 def closest(word: object, known: Iterable[object]) -> str:

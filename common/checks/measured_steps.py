@@ -23,10 +23,10 @@ from common.checks.tried_rows import Rows, batch_of
 from common.data.pictures import pixels_of
 from common.hardware.devices import forget_peak, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering
-from common.models.freeing import free_model
 from common.models.loading import load_tokenizer, longest_readable
 from common.models.merging import reloaded_difference
 from common.models.placement import Placement
+from common.models.shards import free_model
 from common.planning.job import evaluation_of_run
 from common.planning.plans import Plan
 from common.runtime.rank import rank_started

@@ -1,9 +1,8 @@
 """A model that answers, judges or is compared beside training: whole on each rank, or in stages where ranks share it.
 
-Where training divides the weights, they may fit no single device. Each of the ranks that share a model then holds some
-of its layers. A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank
-chooses the same next token: the code that answers, `generate` included, is that of a whole model, and so are the
-logits, to the last bit. (With FSDP instead all weights would cross the links for each new token: LOG.md has both.)
+Where training divides the weights, they may fit no single device: each rank of a group then holds some of the layers.
+A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank chooses the same
+next token: the code that answers is that of a whole model, and so are the logits, to the last bit.
 """
 
 from dataclasses import replace
@@ -35,8 +34,7 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where no rank trains the whole model as it is (`Parallelism.divides_tensors`), that is the matrix products' one:
-    fp32 weights of mixed precision are for the optimizer.
+    Where no rank trains the whole model as it is, that is the matrix products' one: fp32 is for the optimizer.
     """
     return replace(run, precision=run.compute_dtype) if run.parallelism.divides_tensors else run
 
@@ -59,9 +57,6 @@ def load_answering(
     """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank.
 
     `quantized` as `load_base_model`'s; with a `device_map` it goes there.
-
-    Raises:
-        BadInputError: it cannot be loaded.
     """
     run, stages = answering_run(run), 1 if device_map else answering_stages(run)
     if stages == 1:
@@ -71,7 +66,7 @@ def load_answering(
     stage_map = device_map_of(architecture, answering_shares(architecture, stages), range(stages))
     model = load_stage(run, stage_map, sharing.stage, rank.device, source, quantized)
     group = _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
-    return in_stages(model, sharing, weight_dtype(run), group)
+    return _in_stages(model, sharing, weight_dtype(run), group)
 
 
 @lru_cache(maxsize=1)  # models are loaded several times, and every rank makes all groups
@@ -80,24 +75,22 @@ def _own_group(world: dist.ProcessGroup, stages: int, timeout: timedelta) -> dis
     return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
 
 
-def in_stages(
+def _in_stages(
     model: PreTrainedModel, sharing: Sharing, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> PreTrainedModel:
-    """Let a stage take its hidden states from the one before, hand its own on, and know the last one's logits.
-
-    `dtype` is that of hidden states. `group` has the ranks that share the model; None = all. (`forward` is replaced, as
-    PEFT's models call that of the model within, past its hooks.)
-    """
-    body = model.base_model
+    """Let a stage take its hidden states, of `dtype`, from the one before, hand its own on, and know the logits."""
+    body, own_rank = model.base_model, dist.get_rank()
     compute, answer = body.forward, model.forward
-    own_rank = sharing.first_rank + sharing.stage
-    layers = _count_own_layers(body)
+    numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    layers = sorted({module.layer_idx for module in numbered})
+    for module in numbered:  # from 0: `generate` asks the first layer's cache how many tokens were read
+        module.layer_idx -= layers[0]
 
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not sharing.is_first:
-            shape = (*input_ids.shape, model.config.get_text_config().hidden_size)
-            hidden = torch.empty(shape, dtype=dtype, device=model.device)
+        if sharing.stage > 0:
+            width = model.config.get_text_config().hidden_size
+            hidden = torch.empty(*input_ids.shape, width, dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)
             input_ids, kwargs["inputs_embeds"] = None, hidden
         cache = kwargs.get("past_key_values")
@@ -112,25 +105,14 @@ def in_stages(
     def answer_stage(*args: Any, **kwargs: Any) -> Any:
         output = answer(*args, **kwargs)
         if not sharing.is_last:  # what came through in the head's place is a hidden state
-            hidden, texts = output.logits, model.config.get_text_config()
-            generates = model.can_generate()
-            shape = (*hidden.shape[:-1], texts.vocab_size) if generates else (len(hidden), model.config.num_labels)
+            hidden, config = output.logits, model.config
+            shape = (len(hidden), config.num_labels)
+            if model.can_generate():
+                shape = (*hidden.shape[:-1], config.get_text_config().vocab_size)
             output.logits = hidden.new_empty(shape)
         output.logits = output.logits.contiguous()
-        dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
+        dist.broadcast(output.logits, own_rank + sharing.stages - 1 - sharing.stage, group=group)
         return output
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
     return model
-
-
-def _count_own_layers(body: torch.nn.Module) -> list[int]:
-    """Number a stage's layers from 0, and return their numbers in the whole model.
-
-    By the first one's keys and values `generate` knows how many tokens were read.
-    """
-    numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    numbers = sorted({module.layer_idx for module in numbered})
-    for module in numbered:
-        module.layer_idx -= numbers[0]
-    return numbers

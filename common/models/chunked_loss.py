@@ -3,7 +3,6 @@
 Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
 fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
 before those of the next chunk come, and none is computed twice (as in Liger-Kernel's fused linear cross-entropy).
-Tensor parallelism divides classifiers alone (`specs.py`), which have a few logits per row and need no chunks.
 """
 
 import math
@@ -24,10 +23,9 @@ from transformers.utils import ModelOutput
 from common.data.rows import IGNORED_LABEL
 from common.planning.job import LOGITS_AT_ONCE
 
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states, shape (..., hidden size), to logits, (..., vocabulary)."""
+Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states, shape (..., hidden size), to logits, (..., vocabulary)
+# by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
-"""Settings by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)."""
 BART_LIKE = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "marian", "mbart", "mvp", "pegasus", "plbart",
 )  # fmt: skip
@@ -36,14 +34,8 @@ base model that returns the head's input.)"""
 
 
 @dataclass
-class ChunkedOutput(ModelOutput):
-    """What a model returns that was given labels.
-
-    Attributes:
-        loss: Sum of the answer tokens' losses over `num_items_in_batch`; a number.
-        token_losses: Each position's loss, 0 without a label, fp32, shape (rows, positions). None where gradients are
-            wanted.
-    """
+class _ChunkedOutput(ModelOutput):
+    """The summed loss over `num_items_in_batch`; without gradients each position's, fp32, shape (rows, positions)."""
 
     loss: torch.Tensor | None = None
     token_losses: torch.Tensor | None = None
@@ -61,9 +53,8 @@ def takes_chunks(config: PretrainedConfig) -> bool:
 def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
     """Let a model that is given `shift_labels` compute its loss in chunks, a decoder at the positions `logits_to_keep`.
 
-    Without them it computes logits as before. If `in_training` is False, the model's own loss is used whenever
-    gradients are enabled (Liger's kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP,
-    FSDP, DeepSpeed.
+    If `in_training` is False, the model's own loss is used whenever gradients are enabled (Liger's kernels have chunks
+    of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward
@@ -87,9 +78,9 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool
             hidden = hidden[:, positions.to(hidden.device)]
         losses = head(hidden, shift_labels)
         if not torch.is_grad_enabled():
-            return ChunkedOutput(losses.sum(), losses)
+            return _ChunkedOutput(losses.sum(), losses)
         divisor = (shift_labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-        return ChunkedOutput((losses / divisor).to(shift_labels.device))
+        return _ChunkedOutput((losses / divisor).to(shift_labels.device))
 
     base.forward = MethodType(forward, base)
     head.forward = losses_or_logits(base)
@@ -99,8 +90,8 @@ def losses_or_logits(base: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """Return the forward pass of the model's head, which computes losses in chunks where it is given labels.
 
     All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
-    on every rank, however many tokens each has. `in_backward`: gradients are not computed with the losses, but in the
-    backward pass, where the losses come again; until then nothing but `hidden` is kept.
+    on every rank. `in_backward`: losses and gradients come in the backward pass; until then nothing but `hidden` is
+    kept.
     """
     head, vocabulary = base.get_output_embeddings(), base.config.get_text_config().vocab_size
     own_forward = head.forward
@@ -137,7 +128,7 @@ def chunk_losses(logits_of: Head, hidden: torch.Tensor, labels: torch.Tensor) ->
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of all tokens' losses, whose gradients are there with it: no logits are kept for them."""
+    # its gradients are there with it: no logits are kept for them
 
     @staticmethod
     def forward(
@@ -174,8 +165,8 @@ def _sums(
 ) -> list[torch.Tensor]:
     """Put a chunk's first gradient into `of_tokens`, add the others to the sums, and return these.
 
-    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A function of its own, as
-    names of a loop would hold the gradients while those of the next chunk come.)
+    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A loop's names would hold
+    the gradients while those of the next chunk come.)
     """
     of_tokens.copy_(gradients[0])
     if not of_trained:

@@ -1,8 +1,7 @@
 """Layers compiled one by one, in place: `torch.compile` fuses what stands between their matrix products.
 
-All layers of a model have one code and one set of shapes, so that what is compiled for the first serves the others.
-A layer stays the module that it was, and weights keep their names. (torch.compile around the model, as
-TrainingArguments' `torch_compile` has it, compiles every layer again, and puts `_orig_mod` before each name.)
+What is compiled for the first layer serves the others, and weights keep their names. (torch.compile around the model,
+as TrainingArguments' `torch_compile` has it, compiles every layer again, and puts `_orig_mod` before each name.)
 """
 
 import os
@@ -16,16 +15,11 @@ from common.base.run_config import RunConfig
 
 
 def check_compiler(run: RunConfig) -> None:
-    """Check that there is a C++ compiler, where a run on a CPU compiles its layers.
-
-    Raises:
-        BadInputError: with what to install.
-    """
+    """Check that there is a C++ compiler, where a run on a CPU compiles its layers."""
     compiler = os.environ.get("CXX", "g++")
     if run.torch_compile and run.device == "cpu" and shutil.which(compiler) is None:
         raise BadInputError(
-            f"torch_compile is True, but there is no C++ compiler ({compiler}), which torch.compile needs on a CPU: "
-            "install g++, or leave --torch_compile out."
+            f"torch_compile is True, but there is no C++ compiler ({compiler}): install g++, or leave it out."
         )
 
 
@@ -37,8 +31,8 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> None:
     """Compile each layer in place, for batches of any shape; the code is made when a layer is first called.
 
-    Within DDP Dynamo would split a layer wherever a bucket of its gradients is full, the first at 1 MiB, so that they
-    are sent during its backward pass. Other layers' backward passes are enough for that.
+    Within DDP Dynamo would split a layer wherever a bucket of its gradients is full; other layers' backward passes are
+    enough for the bucket to be sent during one.
     """
     torch._dynamo.config.optimize_ddp = False
     for layer in layers_of(model):

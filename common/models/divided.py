@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import any_shape_config, load_base_model, load_pretrained, model_class
-from common.models.module_by_module import ending_with
-from common.models.quantization import is_quantized
+from common.models.loading import load_base_model
+from common.models.shards import is_quantized
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import BACKENDS, Rank
 
+# by a weight's name, the dimension along which it is divided; None where every rank has it whole
 Along = Callable[[str], int | None]
-"""By a weight's name, the dimension along which it is divided; None where every rank has it whole."""
 
 
 def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None:
@@ -36,20 +35,15 @@ def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None
 def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) -> PreTrainedModel:
     """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
 
-    Of files it reads its slices alone. Random weights, and those that are quantized, are whole module by module.
-
-    Raises:
-        BadInputError: as `load_base_model`.
+    Of files it reads its slices alone; random or quantized weights are whole module by module.
     """
-    if run.weights == "random" or run.method.quantizes:
-        return load_base_model(run, {"": device}, each=partial(divide, mesh, along))
-    kind = model_class(run, any_shape_config(run.model, run.model_revision))
 
     def divide_all(model: PreTrainedModel) -> None:
         for name, module in model.named_modules():
             divide(mesh, along, name, module)
 
-    model = load_pretrained(ending_with(kind, divide_all), run, {"": device})
+    unread = None if run.method.quantizes else divide_all
+    model = load_base_model(run, {"": device}, each=partial(divide, mesh, along), unread=unread)
     for weight in model.parameters():  # out of the mapped file: whoever copies a slice of it copies its whole weight
         if isinstance(weight, DTensor) and weight._local_tensor.untyped_storage().nbytes() > weight.to_local().nbytes:
             weight._local_tensor = weight._local_tensor.clone()
@@ -73,27 +67,19 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
 def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
     """Load the run's base, of which this rank gets rows of every weight; called on every rank.
 
-    They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `--offload cpu` on the
-    host. What 4-bit numbers are computed with is on the device in any case.
-
-    Raises:
-        BadInputError: as `load_base_model`.
+    They are divided among its row of `mesh`, and stay on its device, or with `--offload cpu` on the host. What 4-bit
+    numbers are computed with is on the device in any case.
     """
     device = "cpu" if run.offload == "cpu" else rank.device
-    model = load_divided(run, device, _loading_mesh(run, rank, mesh), lambda _: 0)
+    # without names: PEFT takes parts on any mesh with other names than its own for tensor parallel's
+    if run.offload == "cpu":
+        rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
+        own_row = DeviceMesh.from_group(group, "cpu")
+    else:
+        own_row = DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
+    model = load_divided(run, device, own_row, lambda _: 0)
     for module in model.modules():
         if is_quantized(module):
             module.quant_state.to(rank.device)
     return model
-
-
-def _loading_mesh(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> DeviceMesh:
-    """Return this rank's row of `mesh` where weights stay: of devices, or of hosts.
-
-    It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
-    """
-    if run.offload != "cpu":
-        return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
-    rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
-    return DeviceMesh.from_group(group, "cpu")

@@ -8,6 +8,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -15,103 +16,77 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
-from common.models.quantization import is_quantizable
 from common.models.separate_rows import separates_rows
-from common.models.trained_weights import (
-    add_lora,
-    has_fused_experts,
-    idle_weights,
-    layers_called,
-    with_trained_weights,
-)
+from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
+Changes = tuple[dict[str, object], str]  # settings, and why they are others
 
 
 def suited_to_model(run: RunConfig) -> RunConfig:
     """Return the run with those defaults changed that cannot work with its model, and say once which.
 
     A setting that is not at its default stays: what was asked for is refused later, not replaced.
-
-    Raises:
-        BadInputError: the model has no known shape, or cannot do the run's task.
     """
     config = checked_config(run)
     check_heads(run)
-    for suited in (_with_attention, _with_padding, _with_targets, _with_dropout, _with_device_map):
-        run = suited(run, config)
+    for suited in (_attention, _padding, _targets, _dropout, _device_map):
+        changes, why = suited(run, config)
+        run = replace(run, **changes)
+        if why:
+            say_once(f"{run.model}: {why}")
     return run
 
 
-def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:
     if run.attention != RunConfig.attention or model_class(run, config)._supports_sdpa:
-        return run
-    say_once(f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager")
-    return replace(run, attention="eager")
+        return {}, ""
+    return {"attention": "eager"}, f"Transformers has no SDPA for the kind {config.model_type}: attention is eager"
 
 
-def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
-        return run
+        return {}, ""
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
+        return {"padding_free": "yes" if run.padding_free == "yes" or has_kernel else "no"}, ""
+    attention = f"its attention ({config.model_type}, {run.attention})"
     if run.padding_free == "yes":
         raise BadInputError(
-            f"padding_free is yes, but the attention of {run.model} ({config.model_type}, {run.attention}) cannot "
-            "separate rows that lie end to end: leave --padding_free out."
+            f"padding_free is yes, but of {run.model} {attention} cannot separate rows that lie end to end: leave "
+            "--padding_free out."
         )
-    say_once(
-        f"{run.model}: rows are padded, as its attention ({config.model_type}, {run.attention}) cannot separate them"
-    )
-    return replace(run, padding_free="no")
+    return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
 
 
-def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or names_layers(run):
-        return run
+def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
+    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or _names_layers(run):
+        return {}, ""
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
-    say_once(
-        f"{run.model}: no layer of the kind {config.model_type} is called {run.target_modules}: adapters are on "
-        f"{targets} (--target_modules takes other names)"
-    )
-    return replace(run, target_modules=targets)
+    lacks = f"no layer of the kind {config.model_type} is called {run.target_modules}"
+    return {"target_modules": targets}, f"{lacks}: adapters are on {targets} (--target_modules takes other names)"
 
 
-def _with_dropout(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.method.has_adapters or not adapts_experts(run):
-        return run
-    changed = ""
-    if run.lora_dropout == RunConfig.lora_dropout:
-        run, changed = replace(run, lora_dropout=0.0), ", and these take no dropout: lora_dropout is 0"
-    say_once(
-        f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
-        "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
-    )
-    return run
+def _dropout(run: RunConfig, config: PretrainedConfig) -> Changes:
+    if not run.method.has_adapters or not _adapts_experts(run):
+        return {}, ""
+    changes = {"lora_dropout": 0.0} if run.lora_dropout == RunConfig.lora_dropout else {}
+    without = ", and these take no dropout: lora_dropout is 0" if changes else ""
+    adapted = f"with target_modules {run.target_modules} its experts get adapters, too{without}"
+    return changes, f"{adapted} (--target_modules q_proj,v_proj leaves them out)"
 
 
-def _with_device_map(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+def _device_map(run: RunConfig, config: PretrainedConfig) -> Changes:
     is_balanced = run.parallelism.layers_in_turn and run.device_map == "balanced"
     if not is_balanced or is_known_architecture(run.model, run.model_revision):
-        return run
-    say_once(
-        f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
-        f"{config.model_type}"
-    )
-    return replace(run, device_map="even")
+        return {}, ""
+    return {"device_map": "even"}, f"device_map is even, as the closed form does not know the kind {config.model_type}"
 
 
 def check_heads(run: RunConfig) -> None:
-    """Refuse a classifier whose head has parts of other names than `Task.heads`, unless all linear layers are trained.
-
-    They start at random, and would not be learnt.
-
-    Raises:
-        BadInputError: with the names of these parts.
-    """
+    """Refuse a classifier whose head would start at random, and not be learnt: parts of it are not in `Task.heads`."""
     trains_all = not run.method.has_adapters and run.target_modules in ("all", "all-linear")
     if not run.goal.classifies or trains_all:
         return
@@ -120,9 +95,8 @@ def check_heads(run: RunConfig) -> None:
     unknown = [name for name in parts if name not in (model.base_model_prefix, *run.goal.heads)]
     if unknown:
         raise BadInputError(
-            f"{run.model} is of the kind {model.config.model_type}, whose head for labels has the part "
-            f"{' and '.join(unknown)}, which starts at random and would not be trained: pass --technique full "
-            "--target_modules all, or another --model."
+            f"{run.model} is of the kind {model.config.model_type}, whose head has the part {' and '.join(unknown)}, "
+            "that would not be trained: pass --technique full --target_modules all, or another --model."
         )
 
 
@@ -132,8 +106,7 @@ def recipe_targets(run: RunConfig) -> str:
     return str(recipe.get("target_modules", ""))
 
 
-def names_layers(run: RunConfig) -> bool:
-    """Return whether each of the run's `target_modules` is a layer of its model."""
+def _names_layers(run: RunConfig) -> bool:
     try:
         layers_called(model_without_weights(run), run.target_modules, with_head=True)
     except BadInputError:
@@ -142,23 +115,20 @@ def names_layers(run: RunConfig) -> bool:
 
 
 def check_targets(run: RunConfig) -> None:
-    """Refuse a run whose `target_modules` cannot be trained, by its model without weights.
-
-    Raises:
-        BadInputError: as `with_trained_weights`.
-    """
+    """Refuse a run whose `target_modules` cannot be trained, by its model without weights."""
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
         with_trained_weights(model_without_weights(run), run)
 
 
-def adapts_experts(run: RunConfig) -> bool:
-    """Return whether the run's adapters are also put on fused experts, which PEFT wraps as weights."""
+def _adapts_experts(run: RunConfig) -> bool:
+    # fused experts are weights, which PEFT wraps
     model = model_without_weights(run)
     if not any(map(has_fused_experts, model.modules())):
         return False
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
-        adapted = add_lora(model, replace(run, lora_dropout=0.0))
-    return any(isinstance(module, ParamWrapper) for module in adapted.modules())
+        return any(
+            isinstance(module, ParamWrapper) for module in add_lora(model, replace(run, lora_dropout=0)).modules()
+        )
 
 
 def experts_at_work(model: PreTrainedModel) -> str:
@@ -169,13 +139,7 @@ def experts_at_work(model: PreTrainedModel) -> str:
 
 
 def check_quantizable(run: RunConfig) -> None:
-    """Refuse a model of whose layers less than 90 % of the weights would be stored in 4 bits.
-
-    Embeddings, the head and vectors (norms and biases) do not count.
-
-    Raises:
-        BadInputError: with that share, and what holds the other weights.
-    """
+    """Refuse a model of whose layers less than 90 % of the matrices' weights would be stored in 4 bits."""
     if not run.method.quantizes:
         return
     model = model_without_weights(run)
@@ -185,14 +149,13 @@ def check_quantizable(run: RunConfig) -> None:
         if module in ends or isinstance(module, torch.nn.Embedding):
             continue
         matrices = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1)
-        if is_quantizable(module):
+        if type(module) in (torch.nn.Linear, Conv1D):  # which `replace_with_bnb_linear` replaces
             quantized += matrices
         else:
             others[type(module).__name__] += matrices
     share = quantized / (quantized + others.total())
     if share < LEAST_QUANTIZED_SHARE:
         raise BadInputError(
-            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as bitsandbytes "
-            f"quantizes torch.nn.Linear, but the most are in {others.most_common(1)[0][0]}: pass --technique lora in a "
-            "folder of 2.1."
+            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, not those in "
+            f"{others.most_common(1)[0][0]}: pass --technique lora in a folder of 2.1."
         )

@@ -1,7 +1,6 @@
 """Attention masks without a wait for the GPU: whether a batch is padded is known on the host, from its own copy.
 
-Transformers reads it from the mask on the GPU in every forward pass, and the host waits there until all earlier work
-is done.
+Transformers reads it from the mask on the GPU in every forward pass, for which the host waits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ _is_padded: ContextVar[bool | None] = ContextVar("is_padded", default=None)
 def padding_known(batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Have forward passes take from a batch on the host whether some row of theirs is padded.
 
-    A batch that is on a GPU (or has no values) says nothing: to read its mask, shape (rows, tokens), is the wait.
+    A batch that is on a GPU (or has no values) says nothing.
     """
     masks = [tensor for name, tensor in batch.items() if name.endswith("attention_mask")]
     is_on_host = bool(masks) and all(mask.device.type == "cpu" and not is_tracing(mask) for mask in masks)

@@ -1,10 +1,8 @@
-"""Base model and tokenizer, with LoRA adapters: checked, loaded, or made with random weights; and logits compared."""
+"""Base model and tokenizer: checked, loaded, or made with random weights."""
 
-import importlib.util
-import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_liger_kernel_available
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, check_installed, reading
 from common.base.loggers import silent
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
@@ -43,7 +41,7 @@ from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
-from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read
+from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, ending_with
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.model_configs import (
@@ -56,25 +54,21 @@ from common.planning.model_configs import (
     refuse_revision,
 )
 
-LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
-"""Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
-that of the embedded base: see `logit_tolerance`."""
-EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
+# by our names: what is imported, and how it is installed
 FLASH_PACKAGES = {
     "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
     "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
 }
-"""By our names: what is imported, and how it is installed."""
 ASSETS = REPOSITORY / "assets"
 EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
 A_WORD = "Clock"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# read a text in both directions, and have a classifier in Transformers; of these some also write
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
-"""Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
-SEEING = ("idefics2", "idefics3", "smolvlm")
-"""Kinds whose vision tower takes `pixel_values` and their mask, and nothing else."""
+SEEING = ("idefics2", "idefics3", "smolvlm")  # whose vision tower takes `pixel_values` and their mask alone
+# by `Task.model_kind`: which models are of this kind, and what the refusal of another one says
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
         lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
@@ -83,31 +77,24 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     ),
     "encoder": (
         lambda config: config.model_type in ENCODERS and not config.is_encoder_decoder,
-        f"but labels are predicted by encoders, such as BERT, RoBERTa and DeBERTa: pass --model {MINILM} or "
-        "roberta-large",
+        f"but labels are predicted by encoders, such as BERT and RoBERTa: pass --model {MINILM} or roberta-large",
     ),
     "encoder-decoder": (
         lambda config: config.is_encoder_decoder,
-        "but summaries are written by encoder-decoders: pass --model assets/embedded_summarizer or "
-        "facebook/bart-large-cnn",
+        "but summaries are written by encoder-decoders: pass --model facebook/bart-large-cnn",
     ),
     "vision-language": (
         lambda config: config.model_type in SEEING,
-        "which is not one of the kinds that see and were tried here (Idefics2, Idefics3, SmolVLM): pass --model "
-        "assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
+        "which is not one of the kinds that see (Idefics2, Idefics3, SmolVLM): pass --model "
+        "HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
-"""By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
 
 
 def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, object]:
-    """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`.
-
-    Raises:
-        BadInputError: as `check_model`.
-    """
-    model = source or check_model(run.model, run.model_revision)
+    """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`."""
     revision = "main" if source or not run.model_revision else run.model_revision  # which no folder has
+    model = source or check_model(run.model, run.model_revision)
     return {"pretrained_model_name_or_path": model, "revision": revision, "trust_remote_code": False}
 
 
@@ -115,8 +102,7 @@ def check_model(model: str, revision: str = "") -> str:
     """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is.
 
     Raises:
-        BadInputError: the folder lacks a part of a model, or has a revision; or the id is neither a folder nor on the
-            Hub, or the Hub has no such revision of it.
+        BadInputError: the folder lacks a part of a model, or has a revision; or the Hub has no such model or revision.
     """
     if not is_hub_id(model):
         refuse_revision(model, revision)
@@ -126,9 +112,7 @@ def check_model(model: str, revision: str = "") -> str:
     if folder := find_here(model, os.path.isdir):
         return str(_check_folder(folder, model))
     if not is_hub_id(model):
-        raise BadInputError(
-            f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."
-        )
+        raise BadInputError(f"The model {model} is no folder, nor an id like Qwen/Qwen2.5-7B-Instruct: correct it.")
     if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision or None), str):
         _check_hub(model, revision)
     return model
@@ -143,13 +127,10 @@ def _check_hub(model: str, revision: str) -> None:
             f"The model {model} is gated: ask for access on its page on the Hub, then run `hf auth login`."
         ) from None
     except RepositoryNotFoundError:
-        raise BadInputError(
-            f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
-        ) from None
+        raise BadInputError(f"The model {model} is not on the Hugging Face Hub, or not for you: correct it.") from None
     except RevisionNotFoundError:
         raise BadInputError(
-            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with a branch, tag or "
-            "commit of it."
+            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with one that it has."
         ) from None
     except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
         which, option = (f" at the revision {revision}", f" --revision {revision}") if revision else ("", "")
@@ -161,53 +142,36 @@ def _check_hub(model: str, revision: str) -> None:
 
 def _check_folder(folder: Path, model: str) -> Path:
     """Refuse a folder that lacks a part, or whose model only code of its own could load: no such code is run."""
-    if not (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
-        raise BadInputError(
-            f"The model folder {model} is a PEFT adapter, and no whole model: pass the folder merged of its run."
-        )
     if not (folder / "config.json").is_file():
-        raise BadInputError(f"The model folder {model} has no config.json: pass a folder that save_pretrained wrote.")
+        lacks = "has no config.json: pass a folder that save_pretrained wrote"
+        if (folder / ADAPTER_CONFIG_NAME).is_file():
+            lacks = "is a PEFT adapter, and no whole model: pass the folder merged of its run"
+        raise BadInputError(f"The model folder {model} {lacks}.")
     if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
-        raise BadInputError(
-            f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
-            "copy them there, or pass another --model."
-        )
+        names = " or ".join(WEIGHT_FILES)
+        raise BadInputError(f"The model folder {model} has no weights ({names}): copy them there, or pass another.")
     config = read_config(folder / "config.json", model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise BadInputError(
-            f"The model folder {model} brings code of its own (auto_map of its config.json), which is not run: pass a "
-            "--model of a kind that Transformers knows."
+            f"The model folder {model} brings code of its own (auto_map), which is not run: pass another --model."
         )
     return folder
 
 
 def check_attention(run: RunConfig) -> None:
-    """Refuse flash attention where its package is missing.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    module, install = FLASH_PACKAGES.get(run.attention, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
-        raise BadInputError(
-            f"attention is {run.attention}, but {module} is not installed: {install} (it compiles on a machine with "
-            "CUDA), or pass --attention sdpa."
-        )
+    """Refuse flash attention where its package is missing."""
+    if run.attention in FLASH_PACKAGES:
+        module, install = FLASH_PACKAGES[run.attention]
+        instead = f"{install} (it compiles on a machine with CUDA), or pass --attention sdpa"
+        check_installed(module, f"attention is {run.attention}", instead)
 
 
 def check_liger(run: RunConfig) -> None:
-    """Refuse Liger's kernels where their package is missing, or has none for the run's model.
-
-    Raises:
-        BadInputError: with the command that installs it, or the kinds of models that it knows.
-    """
+    """Refuse Liger's kernels where their package is missing, or has none for the run's model."""
     if not run.use_liger_kernel:
         return
     if not is_liger_kernel_available():
-        raise BadInputError(
-            "use_liger_kernel is True, but liger-kernel is not installed: `pip install liger-kernel`, or leave "
-            "--use_liger_kernel out."
-        )
+        raise BadInputError("use_liger_kernel is True, but not installed: `pip install liger-kernel`, or leave it out.")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # here: few runs have it
 
     kind = any_shape_config(run.model, run.model_revision).model_type
@@ -219,11 +183,7 @@ def check_liger(run: RunConfig) -> None:
 
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own.
-
-    Raises:
-        BadInputError: it cannot be loaded, or model or tokenizer cannot do the run's task.
-    """
+    """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own."""
     if run.goal.sees:
         return _tokenizer_with_processor(run)
     if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
@@ -238,7 +198,7 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder, tried on a word, or where `source` leads `from_pretrained` to.
+    """Return the tokenizer of a folder, or of where `source` leads `from_pretrained` to.
 
     Raises:
         BadInputError: it cannot be loaded, or takes no word, as where a length is no number.
@@ -252,15 +212,13 @@ def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -
 
 def _give_pad_token(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
     """Let an end token pad, where no token does: padding is masked, whatever it is."""
-    if tokenizer.pad_token is not None:
-        return
-    ends = stops_of(tokenizer).token_ids
-    if not ends:
-        raise BadInputError(
-            f"The tokenizer of {model} has neither a pad token nor an end token: give it a pad_token, or pass another "
-            "--model."
-        )
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.pad_token is None:
+        ends = stops_of(tokenizer).token_ids
+        if not ends:
+            raise BadInputError(
+                f"The tokenizer of {model} has neither a pad nor an end token: give it one, or pass another --model."
+            )
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
 
 
 def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
@@ -277,8 +235,7 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if tokenizer.chat_template is None:
         raise BadInputError(
-            f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, "
-            "such as HuggingFaceTB/SmolVLM-Instruct."
+            f"The processor of {run.model} has no chat template: pass a --model such as HuggingFaceTB/SmolVLM-Instruct."
         )
     check_named_templates(tokenizer, run.model)
     if run.weights == "random":
@@ -290,16 +247,10 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> None:
-    """Let a processor make one square of each picture, as a model of Idefics3's architecture reads it.
-
-    Raises:
-        BadInputError: it is another architecture.
-    """
     scale_factor = getattr(config, "scale_factor", None)
     if scale_factor is None:
         raise BadInputError(
-            f"weights is random, but the model is of the kind {config.model_type}, and random weights are made for "
-            "Idefics3's architecture alone: pass --model smolvlm-instruct."
+            f"weights is random, but for the kind {config.model_type} none are made: pass --model smolvlm-instruct."
         )
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
     processor.image_seq_len = (side // patch // scale_factor) ** 2
@@ -324,17 +275,18 @@ def load_base_model(
     source: str | Path | None = None,
     quantized: bool = True,
     each: EachModule | None = None,
+    unread: Callable[[PreTrainedModel], None] | None = None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
     With qlora the base's layers are in 4 bits, by `quantization` or else by the run's settings, unless `quantized` is
-    False; a `source` is taken as it is. With classification it has a head for the labels of the run's data, which
-    starts at random where the base has none.
+    False. With classification it has a head for the labels of the run's data, which starts at random where it has none.
 
-    With `each` the model comes module by module to one device: it is called with the name and the module as soon as
-    that has all weights of its own, whole, and quantized where they are to be, and may replace these. A module whose
-    weights are tied to another's is left out, unless files have them twice.
+    `unread` is called with the model before its files are read. With `each` alone, or random weights, the model comes
+    module by module to one device: `each` is called with name and module as soon as that has all weights of its own,
+    whole, and quantized where they are to be, and may replace these. A module whose weights are tied to another's is
+    left out, unless files have them twice.
 
     Raises:
         BadInputError: it cannot be loaded.
@@ -342,14 +294,14 @@ def load_base_model(
     quantized = quantized and run.method.quantizes and source is None
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized, each)
-    else:
-        settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
-        if each:
-            kind = model_class(run, any_shape_config(run.model, run.model_revision))
-            with each_as_it_is_read(kind, each) as watched:
-                model = load_pretrained(watched, run, device_map, **settings)
-        else:
-            model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
+        return prepare_quantized(model) if quantized else model
+    settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
+    kind = nullcontext(getattr(transformers, run.goal.auto_class))
+    if each or unread:
+        own = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
+        kind = nullcontext(ending_with(own, unread)) if unread else each_as_it_is_read(own, each)
+    with kind as loader:
+        model = load_pretrained(loader, run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 
 
@@ -396,8 +348,7 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
     Matrices are normal with the config's `initializer_range`, as the models' own start (Devlin et al. 2019). Vectors
-    are as Transformers has started them, which draws nothing: biases are zero, and scales of norms one. `loading` is
-    what `from_pretrained` returns of it.
+    are as Transformers has started them: biases are zero, and scales of norms one.
     """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
@@ -409,20 +360,13 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a run's model: with classification the library's classifier on its layers, else its own.
-
-    Raises:
-        BadInputError: its config.json names none that Transformers has.
-    """
+    """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
     if run.goal.classifies:
         return getattr(transformers, run.goal.auto_class)._model_mapping[type(config)]
     name = next(iter(config.architectures or ()), "")
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise BadInputError(
-            f"architectures in config.json of {run.model} begins with {name!r}, which is no model of Transformers. "
-            f"{PUBLISHED}"
-        )
+        raise BadInputError(f"architectures of {run.model} begins with {name!r}, no model of Transformers. {PUBLISHED}")
     return kind
 
 
@@ -430,8 +374,7 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
     """Return the architecture of the run's model, if it can do the run's task.
 
     Raises:
-        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run's settings
-            ask for.
+        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run asks for.
     """
     is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
     model = run.model if is_here else check_model(run.model, run.model_revision)
@@ -454,16 +397,13 @@ def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     texts = config.get_text_config()
     positions = getattr(texts, "max_position_embeddings", None)
-    rope = getattr(texts, "rope_parameters", None)
-    return reach_of_positions(config.model_type, positions, rope) if positions else None
+    if not positions:
+        return None
+    return reach_of_positions(config.model_type, positions, getattr(texts, "rope_parameters", None))
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
-    """Return the architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
-
-    Raises:
-        BadInputError: there is none, or Transformers does not know its kind.
-    """
+    """Return the architecture of `model`: a config.json, a folder with one, or what `find_config` finds."""
     path = find_config(model, revision)
     read_config(path, model)
     with reading(f"{path.name} of {model}", PUBLISHED):
@@ -485,10 +425,9 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
 def _random_model(
     run: RunConfig, device_map: dict[str, str | int], quantized: bool, each: EachModule | None
 ) -> PreTrainedModel:
-    """Make a model of `run.model`'s shape on its device, or on the host for several.
+    """Make a model of `run.model`'s shape on its device, or on the host for several; the same weights each time.
 
-    The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
-    real vocabulary, so that nothing has to be resized.
+    The embedded tokenizer's ids stand below any real vocabulary: nothing has to be resized.
     """
     tokenizer, config = load_tokenizer(run), checked_config(run)
     config.update(class_names(run))
@@ -523,71 +462,3 @@ def waiting_on_host(model: PreTrainedModel) -> Iterator[None]:
     yield
     if moves:
         model.to(devices.pop())
-
-
-@torch.no_grad()
-def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of one collated batch, in fp32 and with dropout off.
-
-    Their shape is (rows, tokens, vocabulary), of a classifier (rows, classes); of an encoder-decoder they are those of
-    the decoder's tokens.
-    """
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    names = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "pixel_attention_mask")
-    inputs = {name: batch[name].to(device) for name in names if name in batch}
-    logits = model(**inputs, use_cache=False).logits.float()
-    model.train(was_training)
-    return logits
-
-
-def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
-    """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
-
-    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
-    of layers add up. After a merge the logits of llama-3.2-1b's shape were 12 to 32 times as far apart as the embedded
-    base's, which this says is 16 times (LOG.md).
-    """
-    if precision != "fp32":
-        return LOGIT_TOLERANCES[precision]
-    config = config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
-    growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
-    return LOGIT_TOLERANCES[precision] * max(1.0, growth)
-
-
-def check_equal_logits(
-    expected: torch.Tensor | None,
-    reloaded: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
-    what: str,
-    precision: str,
-) -> float | None:
-    """Return the largest absolute difference between a trained model's logits of a batch and the `reloaded` one's.
-
-    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
-
-    Raises:
-        RuntimeError: it is above the precision's rounding, so that what was saved is not what was trained.
-    """
-    found = next_token_logits(reloaded, batch)
-    if expected is None:
-        return None
-    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
-
-
-def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
-    """Return the largest absolute difference of two models' logits; `tolerance` is relative to the largest logit.
-
-    Raises:
-        RuntimeError: it is above that.
-    """
-    difference = (trained - reloaded).abs().max().item()
-    limit = tolerance * trained.abs().max().item()
-    if not difference <= limit:
-        raise RuntimeError(
-            f"The logits of the reloaded {what} differ by {difference:.2e} from the trained model's, "
-            f"above {limit:.0e}: what was saved is not what was trained."
-        )
-    return difference

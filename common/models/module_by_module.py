@@ -1,7 +1,4 @@
-"""Models made or read module by module, so that what takes a part of each holds no more than its parts and one module.
-
-A rank divides a module's weights among the ranks, or throws them away, as soon as they are there.
-"""
+"""Models made or read module by module: a rank keeps its part of each, or nothing, before the next one comes."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,8 +14,8 @@ from transformers import PreTrainedModel, modeling_utils
 from common.models.quantization import forked_random_numbers, quantize_as
 from common.models.shards import return_freed_memory
 
+# takes the name of a module and the module as soon as it has all weights of its own, and may replace these
 EachModule = Callable[[str, nn.Module], None]
-"""Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
 
 
 def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, each: EachModule | None = None) -> None:
@@ -40,17 +37,16 @@ def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, 
             if drawn:
                 _draw(module, drawn, owners[name], device)
                 if each:
-                    _hand(each, name, module)
+                    each(name, module)
+                    return_freed_memory()
     model.tie_weights()
     for module in model.modules():
-        module._buffers.update(
-            {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
-        )
+        own = {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
+        module._buffers.update(own)
 
 
 @torch.no_grad()
 def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: str | torch.device) -> None:
-    """Give some of a module's own weights their start, and quantize its matrix where that is to be."""
     planned = dict(module.named_parameters(recurse=False))
     for own in drawn:
         empty = torch.empty(planned[own].shape, dtype=planned[own].dtype, device=device)
@@ -58,12 +54,6 @@ def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: s
     owner._init_weights(module)
     for own in drawn:
         setattr(module, own, quantize_as(planned[own], getattr(module, own), device))
-
-
-def _hand(each: EachModule, name: str, module: nn.Module) -> None:
-    """Call `each`, and give back what it has freed."""
-    each(name, module)
-    return_freed_memory()
 
 
 # -- read from files
@@ -86,15 +76,15 @@ def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], N
 def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterator[type[PreTrainedModel]]:
     """Have `each` called for the modules of the model that `from_pretrained` of the yielded subclass of `kind` reads.
 
-    Modules are read in the order of their names, one weight at a time. Those with weights that no file has follow at
-    the end, when whoever loads the model has given these a start.
+    Modules with weights that no file has follow at the end, when whoever loads the model has given these a start.
     """
     models: list[PreTrainedModel] = []
     names: dict[nn.Module, str] = {}
     told: dict[int, nn.Parameter] = {}
 
     def tell(module: nn.Module) -> None:
-        _hand(each, names[module], module)
+        each(names[module], module)
+        return_freed_memory()
         for weight in module.parameters(recurse=False):
             weight._is_hf_initialized = True  # else the library would start it anew
             told[id(weight)] = weight
@@ -111,10 +101,9 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
 
     hook = register_module_parameter_registration_hook(at_registration)
     # threads would read ahead; and the allocator would be warmed up with all of the model's bytes on a GPU
-    in_turn = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
     without_warmup = patch.object(modeling_utils, "caching_allocator_warmup", lambda *_: None)
     try:
-        with in_turn, without_warmup:
+        with patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}), without_warmup:
             yield ending_with(kind, models.append)
     finally:
         hook.remove()

@@ -9,16 +9,19 @@ from itertools import islice
 
 import pandas as pd
 import psutil
+import torch
+from accelerate import infer_auto_device_map
+from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError, NotPlannedError
+from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
-from common.models.module_maps import auto_map, even_map, layer_names
 from common.models.stages import StageMap, stage_of
 from common.models.trained_weights import layers_called
 from common.planning.architectures import Architecture, is_known_architecture
@@ -40,28 +43,18 @@ from common.records.store import PLAN_TOLERANCE, kept_records
 
 @dataclass(frozen=True)
 class Placement:
-    """A run's layers on its devices.
-
-    Attributes:
-        stage_map: Which stage holds which module.
-        layers: Of each stage.
-        plan: Of the run as it is; None for a model that the closed form does not know.
-        divided: With a device for each stage: on GPUs the same, on CPU as if there were so many.
-    """
+    """A run's layers on its devices; the plans are None for a model that the closed form does not know."""
 
     stage_map: StageMap
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # of each stage
     plan: Plan | None = None
-    divided: Plan | None = None
+    divided: Plan | None = None  # with a device for each stage: on GPUs the same, on CPU as if there were so many
 
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""
         peaks = [memory.peak_gib for memory in self.divided.devices] if self.divided else None
-        return {
-            "layers_per_stage": list(self.layers),
-            "planned_peak_gib_per_stage": peaks,
-            "stage_map": self.stage_map,
-        }
+        about = {"layers_per_stage": list(self.layers), "planned_peak_gib_per_stage": peaks}
+        return {**about, "stage_map": self.stage_map}
 
 
 def place_stages(
@@ -69,39 +62,31 @@ def place_stages(
 ) -> Placement:
     """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
-    `evaluation` as `plan_run`'s: how many rows at once is chosen here, too, where the run leaves it to the plan. A
-    model that the closed form does not know is placed by its modules, and not planned.
+    How many rows are evaluated at once is chosen here, too. A model that the closed form does not know is placed by its
+    modules, and not planned.
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
         NotPlannedError: the closed form does not know the model, and pp or a balanced map needs it.
     """
-    if is_placed_by_modules(run):
+    if _is_placed_by_modules(run):
         return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
     architecture, job, gpus = _divided(run, batch, gpu, evaluation)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
     divided = with_rows_for(run, _plan_of(run.device_map, architecture, job, gpus, stage_map))
-    layers = tuple(sum(share.layers) for share in divided.shares)
     plan = divided if run.devices > 1 else plan_run(run, batch, gpu, evaluation)
-    return Placement(stage_map, layers, plan, divided)
+    return Placement(stage_map, tuple(sum(share.layers) for share in divided.shares), plan, divided)
 
 
-def is_placed_by_modules(run: RunConfig) -> bool:
-    """Return whether the closed form does not know the model of a run with mp, nor is needed for its device map."""
+def _is_placed_by_modules(run: RunConfig) -> bool:
     is_possible = run.parallelism.layers_in_turn and run.device_map != "balanced"
     return is_possible and not is_known_architecture(run.model, run.model_revision)
 
 
 def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:
-    model, count = model_without_weights(run), run.stage_count
-    if device_map == "even":
-        stage_map = even_map(model, count)
-    elif device_map == "auto":
-        stage_map = auto_map(run, (gpu,) * count)
-    else:
-        stage_map = _map_brought_along(model, device_map, run, count)
-    layers = Counter(stage_of(name, stage_map) for name in layer_names(model))
-    return Placement(stage_map, tuple(layers[stage] for stage in range(count)))
+    stage_map = _map_by_modules(run, device_map, (gpu,) * run.stage_count)
+    layers = Counter(stage_of(name, stage_map) for name in _layer_names(model_without_weights(run)))
+    return Placement(stage_map, tuple(layers[stage] for stage in range(run.stage_count)))
 
 
 def _gpu_of(run: RunConfig) -> Gpu:
@@ -121,27 +106,17 @@ def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job:
     computed = {"balanced": balanced_shares, "even": even_shares}
     if device_map in computed:
         return device_map_of(architecture, computed[device_map](architecture, job, gpus), range(count))
+    stage_map = _for_each_module(architecture, _map_by_modules(run, device_map, gpus), count)
     if device_map == "auto":
-        chosen = _for_each_module(architecture, auto_map(run, gpus), count)
-        for number, share in enumerate(shares_of_map(architecture, chosen, count)):
+        for number, share in enumerate(shares_of_map(architecture, stage_map, count)):
             if not any(share.layers):  # as where embeddings are large
                 raise BadInputError(
                     f"device_map is auto, but Accelerate gives device {number} of {count} no layer of "
                     f"{architecture.name}: pass --device_map balanced, or take fewer devices."
                 )
-        return chosen
-    numbered = _map_brought_along(model_without_weights(run), device_map, run, count)
-    stage_map = _for_each_module(architecture, numbered, count)
-    if run.parallelism.pipelines:
+    elif run.parallelism.pipelines:
         _check_contiguous(architecture, stage_map, count)
     return stage_map
-
-
-def _map_brought_along(model: PreTrainedModel, file: str, run: RunConfig, count: int) -> StageMap:
-    brought = read_device_map(file)
-    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
-    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
-    return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
 
 
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
@@ -162,18 +137,73 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
     for name, stage in device_map_of(architecture, shares, range(stages)).items():
         if stage_map[name] != stage and not name.endswith("rotary_emb"):
             raise BadInputError(
-                f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other, from "
-                f"embeddings to head; with as many layers on each it would be on {stage}."
+                f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other: put "
+                f"it on {stage}."
             )
+
+
+# -- by a model's own modules, without the closed form
+
+
+def _map_by_modules(run: RunConfig, device_map: str, gpus: Sequence[Gpu]) -> StageMap:
+    """Return the even map, Accelerate's, or the one in the file `device_map`."""
+    if device_map == "auto":
+        return auto_map(run, gpus)
+    model = model_without_weights(run)
+    if device_map == "even":
+        return _even_map(model, len(gpus))
+    brought = read_device_map(device_map)
+    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
+    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, len(gpus))
+    return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
+
+
+def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
+    """Return what Accelerate chooses for `device_map="auto"` on empty GPUs: it looks at the weights alone."""
+    model = model_without_weights(run)
+    rooms = {number: int(gpu.memory_gib * GIB) for number, gpu in enumerate(gpus)}
+    about = {"no_split_module_classes": list(model._no_split_modules), "dtype": model.dtype}
+    with silent("accelerate"):  # it warns of GPUs that this machine may lack
+        chosen = infer_auto_device_map(model, get_balanced_memory(model, rooms, **about), **about)
+    return {name: int(device) for name, device in chosen.items()}
+
+
+def _even_map(model: PreTrainedModel, stages: int) -> StageMap:
+    """Return a map with equally many layers on each stage; where they do not divide, the first ones have one more.
+
+    A head that is tied to the embeddings is where these are, as one tensor cannot be on two devices.
+    """
+    layers = _layer_names(model)
+    if len(layers) < stages:
+        raise BadInputError(
+            f"This {model.config.model_type} has {len(layers)} layers, too few for {stages} stages: take at most "
+            f"{len(layers)} devices (--devices or --stages)."
+        )
+    stage_map = {name: number * stages // len(layers) for number, name in enumerate(layers)}
+    head, is_tied = model.get_output_embeddings(), bool(model.all_tied_weights_keys)
+    inside = tuple(f"{name}." for name in layers)
+    for name, module in model.named_modules():
+        if name in stage_map or name.startswith(inside):
+            continue
+        if any(True for _ in module.parameters(recurse=False)):
+            comes_first = isinstance(module, torch.nn.Embedding) or (is_tied and module is head)
+            stage_map[name] = 0 if comes_first else stages - 1
+        elif any(True for _ in module.buffers(recurse=False)):  # rotary frequencies, which every layer reads
+            stage_map[name] = 0
+    return stage_map
+
+
+def _layer_names(model: PreTrainedModel) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module).__name__ in (model._no_split_modules or ())]
+
+
+# -- checked before the model loads
 
 
 def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
     """Place and plan the run's largest batch, and its phases beside training, before its model loads.
 
-    A model that the closed form does not know is not planned, and passes where no layers are to be placed.
-
-    Returns:
-        The run, with the rows that are validated and answered at once as its plan chose them, where it asks for that.
+    Returns the run with as many rows validated and answered at once as planned.
 
     Raises:
         BadInputError: layers cannot be placed as asked, or a phase cannot fit.
@@ -181,7 +211,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
     gpu = gpu_here() if run.device == "cuda" else None
 
     def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
-        """Return the tokens of a few rows, among them the longest: tokens grow with characters."""
+        # a few rows, among them the longest: tokens grow with characters
         few = rows  # with a share that may be left out all, of which the longest are no sample
         if not run.max_truncated_fraction:
             few = heapq.nlargest(4 * count, rows, key=lambda row: sum(map(len, texts_of(row))))
@@ -205,11 +235,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 
 
 def check_stages_train(run: RunConfig, stage_map: StageMap) -> None:
-    """Refuse a pipeline of which a stage has no layer to train: each has an optimizer of its own.
-
-    Raises:
-        BadInputError: with the stage, and the names that it lacks.
-    """
+    """Refuse a pipeline of which a stage has no layer to train: each has an optimizer of its own."""
     if run.target_modules in ("all", "all-linear"):
         return
     layers = layers_called(model_without_weights(run), run.target_modules)
@@ -219,7 +245,7 @@ def check_stages_train(run: RunConfig, stage_map: StageMap) -> None:
         if lacking and not (run.method.has_adapters and own):
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but stage {stage} has no layer called {', '.join(lacking)}: "
-                "every stage of a pipeline needs layers to train; pass names of layers that all have, such as q_proj."
+                "pass names of layers that every stage has, such as q_proj."
             )
 
 
@@ -237,11 +263,7 @@ def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> Evaluati
 
 
 def check_fits(plan: Plan) -> None:
-    """Refuse a run of which a phase cannot fit, even if the plan were too high by `PLAN_TOLERANCE`.
-
-    Raises:
-        BadInputError: with the device, what it would need and has, and what would fit.
-    """
+    """Refuse a run of which a phase cannot fit, even if the plan were too high by `PLAN_TOLERANCE`."""
     memory, gpu = plan.fullest
     if memory.peak_gib <= gpu.memory_gib * (1 + PLAN_TOLERANCE):
         if plan.highest_likely.likely_share > 1 + PLAN_TOLERANCE:
@@ -258,11 +280,7 @@ def check_fits(plan: Plan) -> None:
 
 
 def check_host(plan: Plan, available_bytes: int) -> None:
-    """Refuse a run whose weights and states are offloaded to a machine without room for them.
-
-    Raises:
-        BadInputError: with what is offloaded and what the machine has.
-    """
+    """Refuse a run whose weights and states are offloaded to a machine without room for them."""
     needed_gib = sum(term.gib for term in offloaded(plan.architecture, plan.job, plan.cluster.nodes))
     if needed_gib * GIB > available_bytes:
         raise BadInputError(
@@ -272,16 +290,14 @@ def check_host(plan: Plan, available_bytes: int) -> None:
 
 
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
-    """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch.
+    """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch, projected.
 
-    Every number is projected. Accelerate's map is left out where it gives a device no layer. Of a model that the closed
-    form does not know there are the layers alone.
+    Accelerate's is left out where it gives a device no layer; of an unknown architecture there are the layers alone.
     """
-    if is_placed_by_modules(run):
+    if _is_placed_by_modules(run):
         maps = dict.fromkeys(["auto", "even", run.device_map])
-        placed = [_placement_by_modules(run, device_map, gpu or _gpu_of(run)) for device_map in maps]
-        layers = [" / ".join(map(str, placement.layers)) for placement in placed]
-        return pd.DataFrame({"Device map": list(maps), "Layers per device": layers})
+        placed = (_placement_by_modules(run, device_map, gpu or _gpu_of(run)).layers for device_map in maps)
+        return pd.DataFrame({"Device map": list(maps), "Layers per device": [" / ".join(map(str, n)) for n in placed]})
     architecture, job, gpus = _divided(run, batch, gpu)
     by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
     rows = []
@@ -308,6 +324,6 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
 
 
 def _plan_of(device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
-    """Return the plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
+    # a balanced map is balanced anew for the largest batch
     shares = None if device_map == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
     return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

@@ -1,36 +1,30 @@
 """Quantize base models to 4 bits (QLoRA), count what they store, and de-quantize them.
 
-Imports bitsandbytes only inside functions: runs without quantized weights do without it.
+bitsandbytes is imported inside functions: runs without quantized weights do without it.
 """
 
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.base.errors import BadInputError
+from common.base.errors import check_installed
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
-from common.models.shards import byte_count, global_numel
+from common.models.shards import byte_count, global_numel, is_quantized
 
 ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
-    """Refuse quantized weights where bitsandbytes is missing.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
-    if run.method.quantizes and not find_spec("bitsandbytes"):
-        raise BadInputError(
-            f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
-            "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
-        )
+    """Refuse quantized weights where bitsandbytes is missing."""
+    if run.method.quantizes:
+        asked_by = f"technique is qlora and quantization {run.quantization}"
+        instead = "`pip install bitsandbytes`, or pass --technique lora in a folder of 2.1"
+        check_installed("bitsandbytes", asked_by, instead)
 
 
 def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
@@ -51,12 +45,12 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze a quantized model for adapters, and turn off bitsandbytes' repacking on CPUs.
 
-    Modules that are not quantized keep their dtype, and so do hidden states. Flash attention accepts bf16. PEFT's
-    `prepare_model_for_kbit_training` casts to fp32, which flash attention does not accept.
+    Modules that are not quantized keep their dtype: PEFT's `prepare_model_for_kbit_training` casts to fp32, which flash
+    attention does not accept.
 
-    On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients: from then on its
-    scales have 8 significant bits, its products are computed in bf16, and *no gradient passes through it any more*,
-    also in training. A baseline evaluation before the training is enough for that. So repacking is switched off.
+    On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients, as in a baseline
+    evaluation: from then on its scales have 8 significant bits, its products are computed in bf16, and *no gradient
+    passes through it any more*.
     """
     for module in model.modules():
         if is_quantized(module):
@@ -64,31 +58,15 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
-def is_quantized(module: torch.nn.Module) -> bool:
-    """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
-    return hasattr(module._parameters.get("weight"), "quant_type")  # also of a rank's part, which keeps its attributes
-
-
-def is_quantizable(module: torch.nn.Module) -> bool:
-    """Return whether bitsandbytes replaces this layer (`replace_with_bnb_linear`): no class made from these two."""
-    return type(module) in (torch.nn.Linear, Conv1D)
-
-
 def weight_counts(model: torch.nn.Module) -> int:
-    """Return the number of a model's weights; a tensor of 4-bit weights holds two or more in each of its elements.
-
-    FSDP puts shards in the tensor's place; then the layer alone knows how many weights it held.
-    """
-    states = {
+    """Return the number of a model's weights; a tensor of 4-bit weights holds two or more in each of its elements."""
+    states = {  # where FSDP has put shards in the tensor's place, the layer alone knows
         id(module.weight): getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
         for module in model.modules()
         if isinstance(getattr(module, "weight", None), torch.Tensor)
     }
     of_weights = ((weight, states.get(id(weight))) for weight in model.parameters())
     return sum(global_numel(weight) if state is None else state.shape.numel() for weight, state in of_weights)
-
-
-# -- around a library's own work
 
 
 def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContextManager[None]:
@@ -116,8 +94,7 @@ def quantize_as(
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
     """Return what a quantized model's weights take, adapters left out, as its record has it.
 
-    Other weights are embeddings, norms and head. The share is that of all weights, `weights_gib` what all take as they
-    are stored, and `unquantized_gib` what LoRA's base would take, in `unquantized_dtype`.
+    `weights_gib` is what all take as they are stored, `unquantized_gib` what they would in `unquantized_dtype`.
     """
     quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
     others = [
@@ -140,7 +117,7 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> di
 
 
 def _quantized_bytes(weight: Any) -> int:
-    """Return the bytes of the 4-bit numbers, their scales (and the scales of these), and the tables of levels."""
+    # the 4-bit numbers, their scales (and the scales of these), and the tables of levels
     state = weight.quant_state
     of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
     return byte_count([weight.data, state.absmax, state.code, *of_scales])
@@ -160,7 +137,7 @@ def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _restore_conv1d(model: PreTrainedModel) -> None:
-    """Put GPT-2's own linear layers back, whose matrices are transposed: quantizing made them `Linear`."""
+    # GPT-2's own linear layers, whose matrices are transposed: quantizing made them `Linear`
     with torch.device("meta"):
         original = type(model)._from_config(model.config)
     for name, module in original.named_modules():
@@ -172,10 +149,7 @@ def _restore_conv1d(model: PreTrainedModel) -> None:
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:
-    """Return quantization's error: the 2-norm of the changes to the quantized layers' weights, over the weights' own.
-
-    Both models hold ordinary weights, `quantized` those that were de-quantized.
-    """
+    """Return the 2-norm of what de-quantized layers' weights have changed by, over that of the original weights."""
     changed = wanted = 0.0
     others = dict(quantized.named_parameters())
     for name, weight in original.named_parameters():

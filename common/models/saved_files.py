@@ -1,7 +1,6 @@
-"""Write a model of which each rank holds a part as plain Transformers loads it, file by file.
+"""Write a model of which each rank holds a part, or a stage, as plain Transformers (or PEFT) loads it, file by file.
 
-Transformers' `save_pretrained` wants all weights on one rank's host. Here a file's weights are gathered one after the
-other, written, and dropped, so that no process holds more of them than one file beside its own part.
+Transformers' `save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
 """
 
 import json
@@ -10,7 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from accelerate.utils import gather_object, wait_for_everyone
 from huggingface_hub import split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,16 +20,16 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from common.models.shards import byte_count, full_weights, return_freed_memory
+from common.models.stages import Sharing
 from common.planning.host_memory import file_bytes
 
 OF_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 def save_model(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
-    """Write the model's weights and configuration, as `save_pretrained` names and describes them, from rank 0.
+    """Write the model's weights and configuration from rank 0, as `save_pretrained` does; called on every rank.
 
-    Called on every rank. What the folder had of a model is removed first, and the configuration is written last: a
-    folder that was not finished does not load.
+    What the folder had of a model goes first, and the configuration comes last: an unfinished folder does not load.
     """
     weights = weights_to_save(model)
     if is_main:
@@ -55,15 +57,12 @@ def weights_to_save(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def save_weights(
     weights: Mapping[str, torch.Tensor], folder: Path, is_main: bool, of_model: PreTrainedModel | None = None
 ) -> list[Path]:
-    """Write weights from rank 0, file by file, with their index, if they are several, last; called on every rank.
+    """Write weights from rank 0, with their index last if there are several files; called on every rank; return these.
 
     Of a model they get the names and shapes that its checkpoints have, which may not be those of its modules.
-
-    Returns:
-        The files of weights.
     """
     file_of: dict[str, str] = {}
-    for file_name, names in planned_files(weights, of_model).items():
+    for file_name, names in _planned_files(weights, of_model).items():
         whole = full_weights(((name, weights[name]) for name in names), is_main)
         if is_main:
             stored = revert_weight_conversion(of_model, whole) if of_model else whole
@@ -74,27 +73,26 @@ def save_weights(
     files = [folder / name for name in dict.fromkeys(file_of.values())]
     if len(files) > 1:
         planned = list(map(_described, weights.values()))
-        write_index(folder, file_of, byte_count(planned), sum(each.numel() for each in planned))
+        _write_index(folder, file_of, byte_count(planned), sum(each.numel() for each in planned))
     return files
 
 
-def write_index(folder: Path, file_of: Mapping[str, str], total_bytes: int, parameters: int) -> None:
-    """Write the index of a model in several files, after these: which file has which weight."""
-    about = {"total_parameters": parameters, "total_size": total_bytes}
-    text = json.dumps({"metadata": about, "weight_map": file_of}, indent=2, sort_keys=True)
+def _write_index(folder: Path, file_of: Mapping[str, str], total_bytes: int, parameters: int) -> None:
+    index = {"metadata": {"total_parameters": parameters, "total_size": total_bytes}, "weight_map": file_of}
+    text = json.dumps(index, indent=2, sort_keys=True)
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text + "\n", encoding="utf-8")
 
 
-def planned_files(weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel | None = None) -> dict[str, list[str]]:
+def _planned_files(
+    weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel | None = None
+) -> dict[str, list[str]]:
     """Return which weights are in which file: known from their shapes, before any is gathered.
 
-    Weights that a model's checkpoints have under other names or in other shapes stay together layer by layer: several
-    may become one. Others may be parted anywhere.
+    Weights that a model's checkpoints have under other names stay together layer by layer: several may become one.
     """
     planned = {name: _described(weight) for name, weight in weights.items()}
     most = file_bytes(byte_count(planned.values()))
-    converts = of_model is not None and revert_weight_conversion(of_model, planned).keys() != planned.keys()
-    if not converts:
+    if of_model is None or revert_weight_conversion(of_model, planned).keys() == planned.keys():
         return split_torch_state_dict_into_shards(planned, max_shard_size=most).filename_to_tensors
     together: dict[str, list[str]] = {}
     for name in planned:
@@ -115,3 +113,55 @@ def planned_files(weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel
 def _described(weight: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the whole weight's shape and type, without values; DeepSpeed (stage 3) has it beside."""
     return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
+
+
+# -- stages
+
+
+def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> None:
+    """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others.
+
+    Each rank writes its stage's weights as a part of a model in several files; of adapters the first writes all.
+    """
+    if sharing.stage == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    wait_for_everyone()
+    if isinstance(model, PeftModel):
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
+        if sharing.stage == 0:
+            model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
+            every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
+            save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    else:
+        _save_stage(model, folder, sharing)
+    wait_for_everyone()
+
+
+def wait_for_parts() -> None:
+    """Wait on a rank that has none of the parts while others call `save_parts`."""
+    wait_for_everyone()
+    for _ in ("files", "weights"):
+        gather_object([])
+    wait_for_everyone()
+
+
+def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> None:
+    weights = model.state_dict()
+    if model.ends_are_tied and sharing.stage > 0:
+        copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
+        weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
+    planned = list(_planned_files(weights).values())
+    counts = gather_object([len(planned)])
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(planned, sum(counts[: sharing.stage]) + 1):
+        file_name = f"model-{number:05}-of-{sum(counts):05}.safetensors"
+        save_file({name: weights[name].contiguous() for name in names}, folder / file_name, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(names, file_name)
+    parts = gather_object([(file_of, byte_count(weights.values()), sum(each.numel() for each in weights.values()))])
+    if sharing.stage == 0:
+        model.whole_config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        file_of_all = {name: file for files, *_ in parts for name, file in files.items()}
+        _write_index(folder, file_of_all, *(sum(part[place] for part in parts) for place in (1, 2)))

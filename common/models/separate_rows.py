@@ -15,29 +15,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-SEPARATE_ROWS = "separate_rows"
-"""The attention implementation by its name in Transformers; rows that are padded have SDPA's with it."""
-KINDS = frozenset(
-    {
-        "gemma3_text",
-        "gpt2",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "opt",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    }
-)
+SEPARATE_ROWS = "separate_rows"  # its name as an attention implementation; rows that are padded have SDPA's with it
+KINDS = {
+    "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "smollm3",
+}  # fmt: skip
 """Decoders that are tested. Of others some put more into the mask, which is not made here, than into the arguments."""
-WIDEST_HEAD = 256
-"""That `varlen_attn` takes, of GPUs from compute capability 8.0 (aten/.../flash_attn/flash_api.cpp)."""
+WIDEST_HEAD = 256  # that `varlen_attn` takes (aten/.../flash_attn/flash_api.cpp)
+# before PyTorch 2.12 `varlen_attn` accepts grouped-query attention without `enable_gqa`
 ASKED_TO_SHARE_HEADS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether `varlen_attn` has `enable_gqa`. Before PyTorch 2.12 it accepts grouped-query attention without it."""
 
 
 def separates_rows(config: PretrainedConfig) -> bool:
@@ -56,7 +42,7 @@ def separate_rows(model: PreTrainedModel | PeftModel) -> None:
 def without_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a batch of rows end to end with a mask of four dimensions, which Transformers takes for a finished one.
 
-    Without it the library looks at the positions of all tokens to find the rows, for which the CPU waits for the GPU.
+    Without it the library looks for the rows in all tokens' positions, for which the CPU waits for the GPU.
     """
     return {**inputs, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs["input_ids"].device)}
 

@@ -1,4 +1,4 @@
-"""Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
+"""Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measured, made whole, and given back."""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils.memory import clear_device_cache
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,10 +38,7 @@ def byte_count(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes.
-
-    Tensors that share their memory do so in the copy; shards stay shards.
-    """
+    """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes."""
     options = StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
     )
@@ -51,10 +50,7 @@ def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def full_weights(named: Iterable[tuple[str, torch.Tensor]], is_main: bool) -> dict[str, torch.Tensor]:
-    """Return every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
-
-    Called on every rank. What no rank divides is not copied.
-    """
+    """Return every weight whole, on the host of rank 0 (elsewhere empty), one after the other; called on every rank."""
     whole = {}
     for name, weight in named:
         one = gathered(weight).detach()
@@ -88,6 +84,29 @@ def _fill(places: Sequence[torch.Tensor], own: torch.Tensor, group: dist.Process
         if owner == dist.get_rank(group):
             place.copy_(own)
         dist.broadcast(place, group=group, group_src=owner)
+
+
+def is_quantized(module: torch.nn.Module) -> bool:
+    """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
+    return hasattr(module._parameters.get("weight"), "quant_type")  # also of a rank's part, which keeps its attributes
+
+
+def free_model(model: torch.nn.Module) -> None:
+    """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
+    remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
+    for module in model.modules():
+        if is_quantized(module):  # such weights cannot be moved to `meta` as others can
+            module.weight, module.quant_state = None, None
+    held = [*model.parameters(), *model.buffers()]
+    for weight in held:
+        if isinstance(weight, DTensor):  # FSDP keeps a view of its shard
+            storage = weight.to_local().untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+    model.to("meta")  # puts other tensors in their place
+    for tensor in held:
+        tensor.data, tensor.grad = tensor.new_empty(0), None
+    clear_device_cache()
 
 
 def return_freed_memory() -> None:

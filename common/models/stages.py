@@ -1,27 +1,22 @@
 """A model in stages: each rank holds some of its layers, and the others' are left out before any weight is read.
 
-A stage is the model itself with the layers of the other stages taken out, so that names, adapters, masks and rotary
-positions are those of the whole model.
+A stage is the model itself with other stages' layers taken out: names, masks and positions are the whole model's.
 """
 
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import load_base_model, load_pretrained, model_class, what_to_load
-from common.models.module_by_module import ending_with
-from common.models.quantization import prepare_quantized, quantization_config
+from common.models.loading import load_base_model, model_class
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 
-StageMap = dict[str, int]
-"""Which stage, and so which device, holds which module."""
+StageMap = dict[str, int]  # which stage, and so which device, holds which module
 
 
 def stage_of(module: str, stage_map: StageMap) -> int:
@@ -31,14 +26,7 @@ def stage_of(module: str, stage_map: StageMap) -> int:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share a model in stages, and the rows that it works on.
-
-    Attributes:
-        stage: Of the model, this rank's.
-        stages: Ranks that hold the model together, and so work on the same rows.
-        group: This rank's, among the groups of so many; each has rows of its own.
-        groups: How many there are among all ranks.
-    """
+    """How ranks share a model in stages: this rank's `stage` of so many, held by one of several groups of ranks."""
 
     stage: int
     stages: int
@@ -46,19 +34,9 @@ class Sharing:
     groups: int
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank reads token ids; the others get hidden states."""
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this rank holds the head, and so knows what the model computes."""
         return self.stage == self.stages - 1
-
-    @property
-    def first_rank(self) -> int:
-        """The rank that holds the first stage."""
-        return self.group * self.stages
 
 
 class PassThrough(torch.nn.Module):
@@ -108,39 +86,30 @@ def load_stage(
 ) -> PreTrainedModel:
     """Return one stage of the base model, or of the model in `source`; nothing else of it is read into memory.
 
-    Other arguments as `load_base_model`'s. (Random weights are drawn for all modules, one after the other, so that they
-    are the same at any number of stages.)
+    Random weights are drawn for all modules, one after the other: they are the same at any number of stages.
     """
-    place, quantizes = whole_model_on(device), quantized and run.method.quantizes and source is None
-    if run.weights == "random" and source is None:
-        model = load_base_model(run, place, quantized=quantized, each=partial(_drop_unheld, stage_map, stage))
-        cut(model, stage_map, stage)
-        return model
-    whole = model_class(run, AutoConfig.from_pretrained(**what_to_load(run, source)))
 
     def cut_unread(model: PreTrainedModel) -> None:
         cut(model, stage_map, stage)
         model._keys_to_ignore_on_load_unexpected = {r".*"}  # other stages' weights
 
-    settings = {"quantization_config": quantization_config(run)} if quantizes else {}
-    model = load_pretrained(ending_with(whole, cut_unread), run, place, source, **settings)
-    return prepare_quantized(model) if quantizes else model
+    def drop_unheld(name: str, module: torch.nn.Module) -> None:
+        is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")  # the head's, if they are tied
+        if stage_of(name, stage_map) != stage and not is_copied:
+            for key, weight in module.named_parameters(recurse=False):
+                nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                module.register_parameter(key, torch.nn.Parameter(nothing, requires_grad=weight.requires_grad))
 
-
-def _drop_unheld(stage_map: StageMap, stage: int, name: str, module: torch.nn.Module) -> None:
-    """Forget a module's weights if another stage holds it; the last one may need a copy of the embeddings."""
-    is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")
-    if stage_of(name, stage_map) != stage and not is_copied:
-        for key, weight in module.named_parameters(recurse=False):
-            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            module.register_parameter(key, torch.nn.Parameter(nothing, requires_grad=weight.requires_grad))
+    model = load_base_model(run, whole_model_on(device), source, quantized, each=drop_unheld, unread=cut_unread)
+    if run.weights == "random" and source is None:
+        cut(model, stage_map, stage)
+    return model
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
     """Put adapters on this stage's layers, with the starting values that they would have on one device.
 
-    Each adapter draws random numbers when it is made; so those of other stages are made, too, beside layers on `meta`,
-    and taken out again.
+    Adapters draw random numbers: so those of other stages are made, too, beside layers on `meta`, and taken out.
     """
     with torch.device("meta"):
         whole = model_class(run, model.config)(model.config)

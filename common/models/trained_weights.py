@@ -64,12 +64,8 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
     """Return the linear layers of the given names, as `RunConfig.target_modules` says; `all-linear`: every one.
 
-    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers. Of a model that sees these are
-    those of its language part. A name matches as in PEFT: the whole name of a layer, or its last parts. The head is
-    only among them `with_head`.
-
-    Raises:
-        BadInputError: a name matches no linear layer; with the names that there are.
+    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers; of a model that sees those of its
+    language part. A name matches as in PEFT: the whole name of a layer, or its last parts.
     """
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
@@ -148,9 +144,8 @@ def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
 def leave_casts_to_autocast(model: PeftModel) -> None:
     """Let adapters take their inputs as they are under autocast.
 
-    PEFT casts each input to the adapter's fp32, and autocast casts it back for the product: one copy for each adapter,
-    even where several share an input. Without these casts the numbers are the same, except for dropout on a CPU, which
-    then scales by a factor in 16 bits.
+    PEFT casts each input to the adapter's fp32, and autocast casts it back: one copy for each adapter. Without this the
+    numbers are the same, except for dropout on a CPU, which then scales by a factor in 16 bits.
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -186,11 +181,7 @@ def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linea
 
 
 def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
-    """Switch on the weights that full fine-tuning trains: `target_modules`, and the head of a classifier in any case.
-
-    Raises:
-        BadInputError: a name matches no linear layer.
-    """
+    """Switch on the weights that full fine-tuning trains: `target_modules`, and in any case a classifier's head."""
     train_linear_layers(model, run.target_modules)
     heads = [*head_modules(model, run), *thawed_modules(model, run)]
     for name, weight in model.named_parameters():
@@ -199,24 +190,19 @@ def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
 
 
 def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
-    """Switch on what the run trains: adapters on a frozen base, or the model's own weights.
-
-    Raises:
-        BadInputError: the model has no module, or no linear layer, of such a name.
-    """
+    """Switch on what the run trains: adapters on a frozen base, or the model's own weights."""
     if run.freeze_vision_tower:
-        leave_tower_without_gradients(model)
+        _leave_tower_without_gradients(model)
     if run.method.has_adapters:
         return add_lora(model, run)
     train_own_weights(model, run)
     return model
 
 
-def leave_tower_without_gradients(model: PreTrainedModel) -> None:
+def _leave_tower_without_gradients(model: PreTrainedModel) -> None:
     """Let gradient checkpointing ask for no gradients in a frozen vision tower.
 
-    It makes the output of every module's input embeddings require gradients (`enable_input_require_grads`), also the
-    tower's, which would then keep its activations, and be computed backward for nothing.
+    It makes the output of all input embeddings require gradients: the tower would be computed backward for nothing.
     """
     for name in vision_modules(model):
         for module in model.get_submodule(name).modules():
@@ -240,8 +226,7 @@ def idle_weights(model: PreTrainedModel) -> int:
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many parameters are trained, and how many multiply a token.
 
-    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply. A
-    vision tower multiplies patches, not tokens.
+    An embedding that is not also the head is only looked up, and a vision tower multiplies patches, not tokens.
     """
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
     base = model.get_base_model() if isinstance(model, PeftModel) else model

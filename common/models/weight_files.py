@@ -1,39 +1,34 @@
 """Files of a model's weights: which holds which, and whether all is there, by their headers, before any tensor is read.
 
-The files are those that Transformers loads: `model.safetensors`, else those of `model.safetensors.index.json`. Others
-beside them, such as `consolidated.safetensors` or an adapter's, are none of the model's.
+The files are those that Transformers loads: `model.safetensors`, else those of `model.safetensors.index.json`.
 """
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
-AGAIN = (
-    "copy or download it again (`hf download` fetches what is missing, `git lfs pull` what is only a pointer), or pass "
-    "another --model."
-)
+AGAIN = "copy or download it again (`hf download`, or `git lfs pull` what is only a pointer), or pass another --model."
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
-"""They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
+"""They list what a checkpoint lacks (of a classifier the head), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
 
 
 @dataclass(frozen=True)
 class WeightInFile:
-    """Where a weight is: its file, and its shape there."""
+    """Where a weight is, and its shape there."""
 
     file: Path
     shape: tuple[int, ...]
@@ -45,8 +40,7 @@ def weights_in_files(source: str | Path, revision: str = "") -> dict[str, Weight
     There are none of pickled weights (`.bin`), nor of a model of which a file is not in the Hub's cache yet.
 
     Raises:
-        BadInputError: a file is missing, shorter than its header says, or not safetensors; or the index is none, or
-            contradicts its files; or two of the files have one weight.
+        BadInputError: a file is missing, cut short or not safetensors; or the index is none, or contradicts its files.
     """
     single = _find(source, SAFE_WEIGHTS_NAME, revision)
     index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision)
@@ -74,20 +68,18 @@ def check_weight_files(
 ) -> None:
     """Check that the files of the run's base, in a folder or the Hub's cache, hold what its class `kind` needs.
 
-    Weights that the model has no use for are said once: a checkpoint of another task has such a head.
-
     Raises:
-        BadInputError: as `weights_in_files`; or weights are missing or have another shape than `config` says, but for a
-            classifier's head; or they are pickled, and the run reads them in parts; or a folder has none.
+        BadInputError: as `weights_in_files`; or weights are missing or of another shape than `config` says, but for a
+            classifier's head; or they are pickled, and the run reads them in parts.
     """
     stored = weights_in_files(source, run.model_revision)
     pickled = [_find(source, name, run.model_revision) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)]
     if not stored and any(pickled):
-        check_readable_in_parts(run)
+        _check_readable_in_parts(run)
     elif not stored and Path(source).is_dir():
         raise BadInputError(
-            f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and "
-            "Transformers finds weights by no other name: pass a folder that save_pretrained wrote."
+            f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}: pass one "
+            "that save_pretrained wrote."
         )
     if not stored:
         return
@@ -97,26 +89,22 @@ def check_weight_files(
     lost = [name for name in sorted(loading["missing_keys"]) if name in needed and not _starts_anew(name, run, model)]
     if lost:
         raise BadInputError(
-            f"The files of {run.model} lack {_and_more(lost)} of the {len(needed)} weights that a {kind.__name__} of "
-            "its config.json has: pass a folder that save_pretrained wrote, or another --model."
+            f"The files of {run.model} lack {_and_more(lost)} of the {len(needed)} weights that a {kind.__name__} has: "
+            "pass a folder that save_pretrained wrote, or another --model."
         )
     for name, there, wanted in sorted(loading["mismatched_keys"]):
         if not _starts_anew(name, run, model):
             raise BadInputError(
                 f"{name} of {run.model} has the shape {tuple(there)} in its file, but {tuple(wanted)} by config.json: "
-                "correct config.json, or pass another --model."
+                "correct that, or pass another --model."
             )
     if loading["unexpected_keys"]:
-        unclaimed = _and_more(sorted(loading["unexpected_keys"]))
-        say_once(f"{run.model}: its files also have {unclaimed}, which a {kind.__name__} has no use for")
+        names = _and_more(sorted(loading["unexpected_keys"]))
+        say_once(f"{run.model}: its files also have {names}, which a {kind.__name__} has no use for")
 
 
-def check_readable_in_parts(run: RunConfig) -> None:
-    """Refuse pickled weights where ranks read parts of a model: such a file is read as a whole.
-
-    Raises:
-        BadInputError: with the command that converts them.
-    """
+def _check_readable_in_parts(run: RunConfig) -> None:
+    """Refuse pickled weights where ranks read parts of a model: such a file is read as a whole."""
     sharing = run.parallelism
     if not (sharing.shards_weights or sharing.splits_matrices or sharing.pipelines):
         return
@@ -142,7 +130,6 @@ def _find(source: str | Path, name: str, revision: str) -> Path | None:
 
 
 def _places(index: Path) -> dict[str, str]:
-    """Return the name of the file of each weight, as an index has them."""
     with reading(f"The index of weights {index}", AGAIN.capitalize()):
         content = json.loads(index.read_text())
         places = {str(name): str(file) for name, file in content["weight_map"].items()}
@@ -151,7 +138,6 @@ def _places(index: Path) -> dict[str, str]:
 
 
 def _header(file: Path) -> dict[str, WeightInFile]:
-    """Return what a safetensors file holds, by its header, if the file is as long as that says."""
     said = f"{file}, which has {file.stat().st_size:,} bytes,"
     with (
         reading(said, f"It was not copied to its end, or is no safetensors file: {AGAIN}"),
@@ -170,27 +156,22 @@ def _agreeing(
         for name in weights.keys() & stored.keys():
             raise BadInputError(
                 f"{name} is both in {stored[name].file.name} and in {weights[name].file.name} of {index.parent}: "
-                "remove it from one of them, or pass another --model."
+                "remove it from one, or pass another --model."
             )
         stored |= weights
     wrong = [name for name, place in places.items() if name not in headers[place]]
     if wrong:
-        raise BadInputError(
-            f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: index and files are not of "
-            f"one download; {AGAIN}"
-        )
+        raise BadInputError(f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: {AGAIN}")
     return stored
 
 
 def _as_loaded(
     stored: dict[str, WeightInFile], kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, dict]:
-    """Return a model on `meta`, and what Transformers says of its loading from weights of these names and shapes.
-
-    So the library's own names, renamings, tied weights and exceptions count.
-    """
+    """Return a model on `meta`, and what Transformers says of its loading from weights of these names and shapes."""
     weights = {name: torch.empty(weight.shape, device="meta") for name, weight in stored.items()}
-    with silent(*LOADING_LOGGERS), _without_progress(), torch.random.fork_rng(devices=[]):
+    without_progress = patch("transformers.utils.logging._tqdm_active", False)
+    with silent(*LOADING_LOGGERS), without_progress, torch.random.fork_rng(devices=[]):
         return kind.from_pretrained(
             None,
             config=config,
@@ -207,18 +188,6 @@ def _starts_anew(name: str, run: RunConfig, model: PreTrainedModel) -> bool:
     return run.goal.classifies and (not name.startswith(f"{model.base_model_prefix}.") or "pooler" in name)
 
 
-@contextmanager
-def _without_progress() -> Iterator[None]:
-    was_enabled = is_progress_bar_enabled()
-    disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            enable_progress_bar()
-
-
 def _and_more(names: Collection[str]) -> str:
-    """Return the first of the names, and how many more there are."""
     first = next(iter(names))
     return f"{first} and {len(names) - 1} more" if len(names) > 1 else first

@@ -26,9 +26,8 @@ LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
     """Return the card of the whole tuned model, or of its adapter alone."""
-    record = fit_to_be_kept(tuned.record)
-    config, data, licence = record["config"], record["config"]["data"], licence_of_base(tuned)
-    base = base_name(tuned)
+    record, base, licence = fit_to_be_kept(tuned.record), base_name(tuned), _licence_of_base(tuned)
+    config = record["config"]
     about = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
@@ -41,9 +40,9 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
     parts = [
         f"---\n{about.to_yaml()}\n---",
         f"# {base.rpartition('/')[2]}, tuned{' (adapter)' if is_adapter else ''}",
-        f"{tuned.run.method.title} of `{config['model']}`{commit} on `{data}` "
+        f"{tuned.run.method.title} of `{config['model']}`{commit} on `{config['data']}` "
         f"({record['data']['training_rows']:,} training rows, {record['data']['training_tokens']:,} tokens).",
-        "## Licence\n\n" + _licence_sentence(licence),
+        f"## Licence\n\n{_licence_sentence(licence)} The data may have a licence of their own.",
         *(["## Use\n\n" + _use_of_adapter(base)] if is_adapter else []),
         "## Results\n\n" + _score_table(record),
         "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
@@ -58,39 +57,30 @@ def base_name(tuned: TunedRun) -> str:
     return model if is_hub_id(model) else Path(model).name
 
 
-def licence_of_base(tuned: TunedRun) -> dict[str, str]:
-    """Return the fields about the licence in the card of the base, in its folder or the Hub's cache; none without one.
-
-    A link is kept where it leads to the web, as a file of the base's does not come along.
-    """
-    model = tuned.recorded_base
+def _licence_of_base(tuned: TunedRun) -> dict[str, str]:
+    """Return the fields about the licence in the card of the base, in its folder or the Hub's cache; or none."""
     base = base_name(tuned)
     cached = try_to_load_from_cache(base, CARD_NAME, revision=tuned.run.model_revision or None) if "/" in base else None
-    card = find_here(Path(model) / CARD_NAME, os.path.isfile) or cached
+    card = find_here(Path(tuned.recorded_base) / CARD_NAME, os.path.isfile) or cached
     said = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict() if isinstance(card, str | Path) else {}
     found = {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}
-    if not found.get("license_link", "https:").startswith("http"):
+    if not found.get("license_link", "https:").startswith("http"):  # a file of the base's, which does not come along
         del found["license_link"]
     return found if "license" in found else {}
 
 
 def _licence_sentence(licence: dict[str, str]) -> str:
     if not licence:
-        return (
-            "No licence is named here, because no card of the base that names one was found: look it up at the base's "
-            "source. The data may have a licence of their own."
-        )
-    name = licence.get("license_name", licence["license"])
-    return f"{name}, which the base's own card names. The data may have a licence of their own."
+        return "No licence is named here, as no card of the base names one: look it up at the base's source."
+    return f"{licence.get('license_name', licence['license'])}, which the base's own card names."
 
 
 def _use_of_adapter(base: str) -> str:
-    is_on_hub = "/" in base
     edit = (
         f"The base was a folder called `{base}`, and no model of the Hub: write where it is into "
         "`base_model_name_or_path` of `adapter_config.json` first.\n\n"
     )
-    return f"""{"" if is_on_hub else edit}```python
+    return f"""{"" if "/" in base else edit}```python
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -113,8 +103,7 @@ def _score_table(record: Record) -> str:
         if after.get(name) is not None
     ]
     few = " (too few to judge by)" if after["questions"] < ENOUGH_QUESTIONS else ""
-    asked = f"Of {after['questions']} questions{few} that had no part in training:\n\n"
-    return asked + _table(("", *evaluated), rows)
+    return f"Of {after['questions']} questions{few} that had no part in training:\n\n{_table(('', *evaluated), rows)}"
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:

@@ -26,7 +26,7 @@ class InertStreamer(TextStreamer):
     """Prints an answer as it is written; what would steer the terminal is shown as its number."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print the next part of the answer."""
+        """Print it."""
         super().on_finalized_text(printable(text), stream_end)
 
 
@@ -61,14 +61,14 @@ class Conversation:
         turns, tokenizer = self.turns[name], self.models.tokenizer
         turns.append({"role": "user", "content": question})
         with reading("What was said", f"Say it otherwise: the chat template of {tokenizer.name_or_path} must take it."):
-            batch = tokenizer.apply_chat_template(
-                turns,
-                add_generation_prompt=True,
-                return_dict=True,
-                return_tensors="pt",
-                sanitize_control_tokens=True,
+            how = {"return_dict": True, "return_tensors": "pt", "sanitize_control_tokens": True}
+            batch = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **how)
+        tokens, longest = batch["input_ids"].shape[1], longest_readable(model.config)
+        if longest and tokens >= longest:
+            raise BadInputError(
+                f"What was said has {tokens} tokens, and the model reads {longest}: /reset begins a new conversation."
             )
-        new_tokens = min(self.max_new_tokens, self._room(model, batch["input_ids"].shape[1]))
+        new_tokens = min(self.max_new_tokens, longest - tokens) if longest else self.max_new_tokens
         stops = stops_of(tokenizer, model.generation_config.eos_token_id)
         sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         print(f"{name:>5} > ", end="", flush=True)
@@ -79,23 +79,9 @@ class Conversation:
             max_new_tokens=new_tokens,
             streamer=InertStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-        answer = stops.cut(tokenizer.decode(generated[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
+        answer = stops.cut(tokenizer.decode(generated[0, tokens:], skip_special_tokens=True))
         turns.append({"role": "assistant", "content": answer})
         return answer
-
-    def _room(self, model: PreTrainedModel, tokens: int) -> int:
-        """Return how many tokens an answer may have after those of a conversation.
-
-        Raises:
-            BadInputError: the model's positions are used up.
-        """
-        longest = longest_readable(model.config)
-        room = longest - tokens if longest else self.max_new_tokens
-        if room < 1:
-            raise BadInputError(
-                f"What was said has {tokens} tokens, and the model reads {longest}: /reset begins a new conversation."
-            )
-        return room
 
 
 def talk(conversation: Conversation) -> None:
@@ -120,11 +106,7 @@ def talk(conversation: Conversation) -> None:
 
 @refused_in_one_sentence()
 def main() -> None:
-    """Run the command line.
-
-    Raises:
-        BadInputError: a value is out of range.
-    """
+    """Run the command line."""
     parser = OneSentenceParser(prog="python -m common.chat", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
     parser.add_argument("question", nargs="?", help="one question; without it they are asked for")

@@ -29,27 +29,22 @@ from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
 from common.serving.tuned_runs import TunedRun, check_adapter, find_run
 
+# what is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights
 FOLDERS = {
     "merged": "exported", "adapter": "exported_adapter", "ollama": "ollama", "gguf": "tuned-{}.gguf",
 }  # fmt: skip
-"""What is made in the run's results, by `--to`, where no `--output` is named; `{}`: the type of weights."""
 WEIGHT_TYPE = "f16"
 VLLM_LEAST_RANK = 8
 
 
 def export_merged(tuned: TunedRun, output: Path) -> Path:
-    """Copy the whole tuned model with its tokenizer into a new folder, with a card beside it; return the folder.
-
-    Raises:
-        BadInputError: the run has no whole model any more, or the folder exists.
-    """
-    check_holds(tuned, tuned.whole_model, "config.json")
+    """Copy the whole tuned model with its tokenizer into a new folder, with a card beside it; return the folder."""
+    _check_holds(tuned, tuned.whole_model, "config.json")
     return _copied(tuned, tuned.whole_model, output)
 
 
 def _copied(tuned: TunedRun, source: Path, output: Path) -> Path:
-    """Copy a folder with a model, or an adapter, and its tokenizer; write where generation stops, and the card."""
-    check_new(output)
+    _check_new(output)
     card, tokenizer = card_of(tuned, is_adapter=source != tuned.whole_model), read_tokenizer(source)
     saved_stops(source, tokenizer)  # refused before anything is written
     shutil.copytree(source, output)
@@ -59,23 +54,14 @@ def _copied(tuned: TunedRun, source: Path, output: Path) -> Path:
 
 
 def export_adapter(tuned: TunedRun, output: Path) -> Path:
-    """Copy the adapter with its tokenizer into a new folder, with a card beside it; return the folder.
-
-    Its settings name the base by its id and commit on the Hub, or else by the bare name of its folder.
-
-    Raises:
-        BadInputError: the run has no adapter, or none with a tokenizer, or a base of random weights; or the folder
-            exists.
-    """
+    """As `export_merged`, of the adapter: its settings name the base by its id and commit, or its folder's name."""
     if not tuned.run.method.has_adapters:
         raise BadInputError(f"{tuned.folder.name} is of {tuned.run.technique}, without adapters: use --to merged.")
     if tuned.run.weights == "random":
-        raise BadInputError(
-            f"The base of {tuned.folder.name} had random weights, which nobody else has: use --to merged."
-        )
+        raise BadInputError(f"The base of {tuned.folder.name} had random weights, which nobody has: use --to merged.")
     adapter = tuned.folder / "adapter"
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
-        check_holds(tuned, adapter, name)
+        _check_holds(tuned, adapter, name)
     check_adapter(adapter)
     _copied(tuned, adapter, output)
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
@@ -84,34 +70,20 @@ def export_adapter(tuned: TunedRun, output: Path) -> Path:
     return output
 
 
-def check_holds(tuned: TunedRun, folder: Path, name: str) -> None:
-    """Refuse a run in whose `folder` a file is missing.
-
-    Raises:
-        BadInputError: with the file.
-    """
+def _check_holds(tuned: TunedRun, folder: Path, name: str) -> None:
     if not (folder / name).is_file():
         may_lack_room = folder == tuned.whole_model and tuned.run.method.has_adapters
         instead = ", or pass --to adapter where it was not merged for want of room" if may_lack_room else ""
         raise BadInputError(f"{tuned.folder.name} holds no {folder.name}/{name}: repeat the run{instead}.")
 
 
-def check_new(output: Path) -> None:
-    """Refuse a folder that exists.
-
-    Raises:
-        BadInputError: with the folder.
-    """
+def _check_new(output: Path) -> None:
     if os.path.lexists(output):
         raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
 
 
 def upload(folder: Path, repo_id: str) -> str:
-    """Upload a folder into a private repository of the Hub, and return its address.
-
-    Raises:
-        BadInputError: there is no token, or the Hub refuses.
-    """
+    """Upload a folder into a private repository of the Hub, and return its address."""
     if not get_token():
         raise BadInputError("There is no token for the Hub: log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
@@ -124,29 +96,25 @@ def upload(folder: Path, repo_id: str) -> str:
 def _options() -> argparse.Namespace:
     parser = OneSentenceParser(prog="python -m common.export", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
-    parser.add_argument(
-        "--to", choices=("merged", "adapter", "gguf", "ollama", "hub"), default="merged", help="what is made"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="a new folder, or with gguf a new file; default: in the run's results"
-    )
-    parser.add_argument(
-        "--weight_type", "--weight-type", choices=WEIGHT_TYPES, help=f"with gguf and ollama; default: {WEIGHT_TYPE}"
-    )
+    kinds, of_gguf = ("merged", "adapter", "gguf", "ollama", "hub"), f"with gguf and ollama; default: {WEIGHT_TYPE}"
+    parser.add_argument("--to", choices=kinds, default="merged", help="what is made")
+    parser.add_argument("--output", type=Path, help="a new folder, with gguf a new file; default: in the run's results")
+    parser.add_argument("--weight_type", "--weight-type", choices=WEIGHT_TYPES, help=of_gguf)
     parser.add_argument("--repo_id", "--repo-id", default="", help="with hub: NAME/MODEL")
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
-    if options.to == "hub" and options.repo_id.count("/") != 1:
-        raise BadInputError("--to hub needs --repo_id NAME/MODEL.")
-    if options.to == "hub" and options.output:
-        raise BadInputError(f"--output is {options.output}, but --to hub keeps no folder here: leave --output out.")
-    if options.push and options.to != "hub":
-        raise BadInputError(f"--push uploads to the Hub, but --to is {options.to}: pass --to hub, or leave --push out.")
-    if options.weight_type and options.to not in ("gguf", "ollama"):
-        raise BadInputError(
-            f"--weight_type is of GGUF files, but --to is {options.to}, which keeps the run's precision: leave "
-            "--weight_type out, or pass --to gguf or ollama."
-        )
+    to, is_hub = options.to, options.to == "hub"
+    for is_wrong, refusal in (
+        (is_hub and options.repo_id.count("/") != 1, "--to hub needs --repo_id NAME/MODEL."),
+        (is_hub and options.output, f"--to hub keeps no folder here: leave --output {options.output} out."),
+        (options.push and not is_hub, f"--push uploads to the Hub, but --to is {to}: leave --push out."),
+        (
+            options.weight_type and to not in ("gguf", "ollama"),
+            f"--weight_type is for --to gguf or ollama, but --to is {to}: leave it out.",
+        ),
+    ):
+        if is_wrong:
+            raise BadInputError(refusal)
     options.weight_type = options.weight_type or WEIGHT_TYPE
     return options
 
@@ -160,7 +128,7 @@ def main() -> None:
     if options.to == "adapter":
         _to_adapter(tuned, folder)
         return
-    check_holds(tuned, tuned.whole_model, "config.json")
+    _check_holds(tuned, tuned.whole_model, "config.json")
     if options.to == "hub":
         _to_hub(tuned, options)
     elif options.to == "gguf":
@@ -185,9 +153,7 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
     print(f"adapter, tokenizer and card: {export_adapter(tuned, folder)}")
     base = base_name(tuned)
     if "/" not in base:
-        print(
-            f"the base {base} is no model of the Hub: write where it is into base_model_name_or_path of {CONFIG_NAME}"
-        )
+        print(f"the base {base} is not on the Hub: write where it is into base_model_name_or_path of {CONFIG_NAME}")
     rank = 1 << (max(tuned.run.lora_r, VLLM_LEAST_RANK) - 1).bit_length()  # vLLM takes powers of two
     commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
     place = base if "/" in base else str(REPOSITORY / Path(tuned.recorded_base).expanduser())
@@ -197,7 +163,7 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
 
 
 def _to_ollama(tuned: TunedRun, folder: Path, weight_type: str) -> None:
-    check_new(folder)
+    _check_new(folder)
     print(f"model and {MODELFILE}: {export_ollama(tuned.whole_model, folder, weight_type)}")
     name = tuned.folder.name
     created = shlex.join(["ollama", "create", name, "-f", str(folder / MODELFILE)])

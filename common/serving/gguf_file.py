@@ -4,7 +4,6 @@ llama.cpp goes by names: that of the family says how it computes, that of the pr
 its byte pairs are merged. What is not listed here is refused, as llama.cpp would load it and answer wrongly.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -13,53 +12,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError, reading
-from common.data.answer_ends import Stops, saved_stops
+from common.base.errors import BadInputError, check_installed, reading
+from common.data.answer_ends import saved_stops
 from common.data.templates import begins_by_itself
 from common.models.loading import any_shape_config, read_tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Kinds of models (`model_type`), which llama.cpp calls alike."""
+FAMILIES = ("llama", "qwen2", "qwen3")  # kinds of models (`model_type`), which llama.cpp calls alike
+# whose rotary embeddings turn neighbouring features in llama.cpp, in Transformers those of a head's two halves
 INTERLEAVED = ("llama",)
-"""Those whose rotary embeddings turn neighbouring features in llama.cpp; in Transformers they turn the features of a
-head's first and second half."""
 BEGINS, WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json
 PRE_TOKENIZERS = {
     "": "gpt-2",  # ByteLevel's own expression
     f"{BEGINS}{WORDS}{SPACES}": "qwen2",
     f"{BEGINS}{{1,3}}{WORDS}{SPACES}": "llama-bpe",
 }
-"""llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json."""
-WEIGHT_TYPES = ("f32", "f16", "q8_0")
+WEIGHT_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # by our names: `gguf.LlamaFileType`
 MODELFILE = "Modelfile"
-OLLAMA = "0.30.0"
-"""The first version of Ollama that renders a file's own chat template (server/images.go: `HasChatTemplate`)."""
+OLLAMA = "0.30.0"  # the first that renders a file's own chat template (server/images.go: `HasChatTemplate`)
+OTHERWISE = "use convert_hf_to_gguf.py of llama.cpp on the folder that --to merged makes."
 
 
 def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
-    """Write the model and tokenizer in `folder` as one GGUF file; say what ends answers and the file cannot hold.
-
-    Raises:
-        BadInputError: as `write_gguf`.
-    """
-    written = write_gguf(folder, file, weight_type)
+    """Write the model and tokenizer in `folder` as one GGUF file; say what ends answers and the file cannot hold."""
+    written = _write_gguf(folder, file, weight_type)
     for text in saved_stops(folder, read_tokenizer(folder)).texts:
-        print(
-            f"note: answers end with the text {text!r}, which no GGUF file holds: pass it as a stop with each request"
-        )
+        print(f"note: answers end with {text!r}, which no GGUF file holds: pass it as a stop with each request")
     return written
 
 
@@ -67,9 +51,6 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
 
     The Modelfile names no template, so that Ollama renders the one in the GGUF file.
-
-    Raises:
-        BadInputError: a text that ends answers cannot stand in a Modelfile, or see `write_gguf`.
     """
     tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     stops = saved_stops(model, tokenizer)
@@ -77,57 +58,46 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     lines = [
         f"FROM ./{name}",
         f"REQUIRES {OLLAMA}",
-        *(f"PARAMETER stop {modelfile_text(text)}" for text in stop_texts),
+        *(f"PARAMETER stop {_modelfile_text(text)}" for text in stop_texts),
         "# as the answers of the run's scores: the likeliest token each time, whether it was said before or not",
         "PARAMETER temperature 0",
         "PARAMETER repeat_penalty 1",
     ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder.parent) as aside:
-        made = write_gguf(model, Path(aside) / folder.name / name, weight_type).parent
+        made = _write_gguf(model, Path(aside) / folder.name / name, weight_type).parent
         (made / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return made.rename(folder)
 
 
-def modelfile_text(text: str) -> str:
-    """Return a text as a Modelfile writes a value, which ends at the first triple quote before a line break.
-
-    Raises:
-        BadInputError: it has what a value cannot hold, or would end one.
-    """
+def _modelfile_text(text: str) -> str:
+    # a value ends at the first triple quote before a line break
     if '"""' in text or not text.isprintable():
-        raise BadInputError(
-            f"Answers end with {text!r}, whose quotes, line breaks or other characters no Modelfile can hold: use "
-            "--to gguf."
-        )
+        raise BadInputError(f"Answers end with {text!r}, whose characters no Modelfile can hold: use --to gguf.")
     return f'"""{text}"""'
 
 
-def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
-    """Write the model and tokenizer in `folder` as one GGUF file with matrices of `weight_type`; return the file.
-
-    Vectors (norms and biases) stay in fp32, as llama.cpp computes with them.
-
-    Raises:
-        BadInputError: the package gguf is missing, the file exists, or llama.cpp would compute something else.
-    """
-    if importlib.util.find_spec("gguf") is None:
-        raise BadInputError("The package gguf is not installed: `python3 install.py gguf`.")
+def _write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
+    """Write the model and tokenizer in `folder` as one GGUF file, where llama.cpp would compute the same; return it."""
+    check_installed("gguf", f"{file.name} is to be written", "`python3 install.py gguf`")
     if os.path.lexists(file):
         raise BadInputError(f"{file} exists already: name another --output.")
-    from gguf import GGUFWriter  # here: an extra
+    from gguf import GGUFWriter, LlamaFileType  # here: an extra
 
     config, tokenizer = any_shape_config(str(folder)), read_tokenizer(folder)
-    check_family(config)
+    _check_family(config)
     pre_tokenizer = check_tokenizer(tokenizer)
     unfinished = file.with_name(f".{file.name}.{uuid4().hex}")
     writer = GGUFWriter(unfinished, config.model_type, use_temp_file=True)  # else it holds all weights until the end
-    add_shape(writer, config, weight_type)
-    add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size, saved_stops(folder, tokenizer))
+    writer.add_name("tuned")
+    writer.add_file_type(LlamaFileType[WEIGHT_TYPES[weight_type]])
+    _add_shape(writer, config)
+    writer.add_tokenizer_pre(pre_tokenizer)
+    _add_tokenizer(writer, folder, tokenizer, config.vocab_size)
     how = {"dtype": "auto", "attn_implementation": "eager", "trust_remote_code": False}
     with reading(f"The model {folder}", "Repeat the run.", "loaded"):
         model = AutoModelForCausalLM.from_pretrained(folder, **how)
-    add_weights(writer, model, weight_type)
+    _add_weights(writer, model, weight_type)
     file.parent.mkdir(parents=True, exist_ok=True)  # now that nothing is refused any more
     try:
         writer.write_header_to_file()
@@ -139,34 +109,22 @@ def write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
         unfinished.unlink(missing_ok=True)
 
 
-def check_family(config: PretrainedConfig) -> None:
-    """Refuse a model that llama.cpp does not compute, or only with settings that are not written here.
-
-    Raises:
-        BadInputError: with its kind, or the setting.
-    """
+def _check_family(config: PretrainedConfig) -> None:
     if config.model_type not in FAMILIES:
         raise BadInputError(
-            f"Models of the kind {config.model_type} are not written as GGUF here ({', '.join(FAMILIES)} are): use "
-            "convert_hf_to_gguf.py of llama.cpp on the folder that --to merged makes."
+            f"Models of the kind {config.model_type} are not written as GGUF here ({', '.join(FAMILIES)} are): "
+            f"{OTHERWISE}"
         )
     rope = config.rope_parameters["rope_type"]
     window = getattr(config, "sliding_window", None)
     for what, value in (("scaled rotary embeddings", "" if rope == "default" else rope), ("a sliding window", window)):
         if value:
-            raise BadInputError(
-                f"The model has {what} ({value}), which is not written as GGUF here: use convert_hf_to_gguf.py of "
-                "llama.cpp on the folder that --to merged makes."
-            )
+            raise BadInputError(f"The model has {what} ({value}), which is not written as GGUF here: {OTHERWISE}")
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return llama.cpp's name for how a tokenizer divides a text before it merges byte pairs.
-
-    Raises:
-        BadInputError: there is none.
-    """
-    state = _state(tokenizer)
+    """Return llama.cpp's name for how a tokenizer divides a text before it merges byte pairs, or refuse it."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
     step = state["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     kinds = [each.get("type") for each in steps]
@@ -177,25 +135,14 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
         raise BadInputError(
             f"The tokenizer is {state['model']['type']} and divides texts by {' and '.join(map(str, kinds))}"
             f"{f' ({expressions[0]})' if expressions else ''}, for which no name in llama.cpp is known here (there are "
-            f"{', '.join(PRE_TOKENIZERS.values())}): use convert_hf_to_gguf.py of llama.cpp on the folder that --to "
-            "merged makes."
+            f"{', '.join(PRE_TOKENIZERS.values())}): {OTHERWISE}"
         )
     return PRE_TOKENIZERS[expression]
 
 
-def _state(tokenizer: PreTrainedTokenizerBase) -> dict:
-    return json.loads(tokenizer.backend_tokenizer.to_str())
-
-
-def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) -> None:
-    """Add what llama.cpp must know of a model besides its weights."""
-    from gguf import LlamaFileType
-
-    stored = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
+def _add_shape(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for add, value in (
-        (writer.add_name, "tuned"),
-        (writer.add_file_type, stored[weight_type]),
         (writer.add_block_count, config.num_hidden_layers),
         (writer.add_context_length, config.max_position_embeddings),
         (writer.add_embedding_length, config.hidden_size),
@@ -212,40 +159,30 @@ def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) 
         add(value)
 
 
-def add_tokenizer(
-    writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, vocabulary_size: int, stops: Stops
+def _add_tokenizer(
+    writer: "GGUFWriter", folder: Path, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
 ) -> None:
-    """Add tokens, merges, special tokens and chat templates; embeddings without a token get a name of their own.
+    """Add tokens, merges, special tokens and chat templates; embeddings without a token get a name of their own."""
+    from gguf import SpecialVocab, TokenType
 
-    llama.cpp stops at the ends of a text, a turn and a message alike: these are the first three tokens of `stops`. A
-    text cannot be written.
-    """
-    from gguf import TokenType
-
-    added = tokenizer.added_tokens_decoder
     names = {number: name for name, number in tokenizer.get_vocab().items()}
-    types = {number: TokenType.CONTROL if token.special else TokenType.USER_DEFINED for number, token in added.items()}
+    types = dict.fromkeys(names, TokenType.NORMAL)
+    for number, token in tokenizer.added_tokens_decoder.items():
+        types[number] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
     numbers = range(vocabulary_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in numbers])
-    writer.add_token_types([
-        types.get(number, TokenType.NORMAL if number in names else TokenType.UNUSED) for number in numbers
-    ])  # fmt: skip
-    merges = _state(tokenizer)["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    ends = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, number in (
-        (writer.add_bos_token_id, tokenizer.bos_token_id),
-        (writer.add_pad_token_id, tokenizer.pad_token_id),
-        *zip(ends, stops.token_ids, strict=False),
-    ):
-        if number is not None:
-            add(number)
-    writer.add_add_bos_token(begins_by_itself(tokenizer))
+    writer.add_token_types([types.get(number, TokenType.UNUSED) for number in numbers])
+    vocabulary = SpecialVocab(folder, load_merges=True, special_token_types=())
+    # llama.cpp stops at the ends of a text, a turn and a message alike, but at no text
+    ends = zip(("eos", "eot", "eom"), saved_stops(folder, tokenizer).token_ids, strict=False)
+    special = {"bos": tokenizer.bos_token_id, "pad": tokenizer.pad_token_id, **dict(ends)}
+    vocabulary.special_token_ids = {kind: number for kind, number in special.items() if number is not None}
+    vocabulary.add_special_token = {"bos": begins_by_itself(tokenizer)}
     templates = tokenizer.chat_template
     named = templates.items() if isinstance(templates, dict) else [("default", templates)]
-    writer.add_chat_template([{"name": name, "template": without_marks(each)} for name, each in named])
+    vocabulary.chat_template = [{"name": name, "template": without_marks(each)} for name, each in named]
+    vocabulary.add_to_gguf(writer, quiet=True)
 
 
 def without_marks(template: str) -> str:
@@ -253,19 +190,15 @@ def without_marks(template: str) -> str:
     return re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{#\1 \2#}", template)
 
 
-def add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str) -> None:
-    """Add every weight under llama.cpp's name; a head that is the embeddings is left out.
-
-    Raises:
-        BadInputError: llama.cpp knows no such weight, or its rows cannot be divided into blocks of 32.
-    """
+def _add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str) -> None:
+    """Add every weight under llama.cpp's name, vectors in fp32, but for a head that is the embeddings."""
     from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map, quantize
 
-    kind = model.config.model_type
-    architecture = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == kind)
-    names = get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    config = model.config
+    architecture = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == config.model_type)
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if known is None:
@@ -275,17 +208,8 @@ def add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str) 
             raise BadInputError(
                 f"Rows of {name} have {weight.shape[-1]} weights, but q8_0 stores blocks of 32: pass --weight_type f16."
             )
-        if kind in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
-            is_query = ".q_proj." in name
-            heads = model.config.num_attention_heads if is_query else model.config.num_key_value_heads
-            weight = interleaved(weight, heads)
+        if config.model_type in INTERLEAVED and (projection := re.search(r"\.([qk])_proj\.", name)):
+            heads = config.num_attention_heads if projection[1] == "q" else config.num_key_value_heads
+            by_half = weight.reshape(heads, 2, -1, *weight.shape[1:])  # as `permute` in llama.cpp's conversion/llama.py
+            weight = by_half.transpose(1, 2).reshape(weight.shape)
         writer.add_tensor(known, quantize(weight.float().contiguous().numpy(), stored), raw_dtype=stored)
-
-
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return a query or key projection whose features that are turned together are neighbours.
-
-    `weight`: shape (heads * head size, ...); as `permute` in llama.cpp's conversion/llama.py.
-    """
-    by_half = weight.reshape(heads, 2, -1, *weight.shape[1:])
-    return by_half.transpose(1, 2).reshape(weight.shape)

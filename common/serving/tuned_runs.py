@@ -25,13 +25,12 @@ from common.planning.device_maps import whole_model_on
 from common.planning.model_configs import is_hub_id, read_config
 from common.records.store import RECORD_NAME, Record, load_record
 
-PLAIN_MODULE = "megatron.core"  # which PEFT writes into the settings of each LoRA adapter, and never imports for one
+# settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults
 MADE_BY_RUNS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "fan_in_fan_out", "modules_to_save",
-    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern", "megatron_core",
+    "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
 }  # fmt: skip
-"""Settings of an adapter that a run sets, or PEFT for its model; all others are at their defaults."""
 AGAIN = "Repeat the run, or take the adapter as it was saved."
 PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")
 QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
@@ -40,21 +39,11 @@ QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
 
 @dataclass(frozen=True)
 class TunedRun:
-    """A run that ended well.
-
-    Attributes:
-        folder: Of its results.
-        run: Its settings, as for one device.
-    """
+    """A run that ended well: its results folder, its record, and its settings as for one device."""
 
     folder: Path
     record: Record
     run: RunConfig
-
-    @property
-    def device(self) -> str:
-        """Where models are loaded: where the run trained them, if there is such a device here."""
-        return "cuda:0" if self.run.device == "cuda" else "cpu"
 
     @property
     def recorded_base(self) -> str:
@@ -85,10 +74,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         raise BadInputError(f"{RECORD_NAME} of {name}: {error}") from None
     if not run.goal.chats:
         how = "as section 4 of 3.3's readme shows" if run.goal.sees else "with transformers.pipeline"
-        raise BadInputError(
-            f"The run in {name} is for {run.task}, and does not chat: load its model {how}, or name a run of 2.1 to "
-            "2.7 or 3.4."
-        )
+        raise BadInputError(f"The run in {name} is for {run.task}, and does not chat: load its model {how}.")
     # the commit that it trained: a branch may have moved since
     revision = "" if base else record.get("model_commit") or run.model_revision
     run = run.changed_to(
@@ -116,30 +102,23 @@ def _find_folder(name: str) -> Path:
     names = {place: Path(place).name for place in known}
     meant = next((place for place in known if names[place] == closest(name, names.values())), "")
     example = meant or next(iter(known), "2.1_lora_finetuning/run_0_cpu_x1/results/NAME")
-    raise BadInputError(
-        f"There is no run {name} (no folder with {RECORD_NAME} is called so): pass a results folder such as {example}."
-    )
+    raise BadInputError(f"There is no run {name} with a {RECORD_NAME}: pass a results folder such as {example}.")
 
 
 @dataclass(frozen=True)
 class TunedModels:
-    """Base and tuned model: with adapters one model, whose adapter can be switched off."""
+    """Base and tuned model: with adapters one model, which is the base while `without_adapter` is entered."""
 
     base: PreTrainedModel | PeftModel
     tuned: PreTrainedModel | PeftModel
     without_adapter: Callable[[], AbstractContextManager]
-    """Entered, it makes `base` the base."""
     tokenizer: PreTrainedTokenizerBase
 
 
 def load_models(tuned: TunedRun) -> TunedModels:
-    """Load base and tuned model of a run.
-
-    Raises:
-        BadInputError: the base is not there or cannot be loaded, or the adapter belongs to another one.
-    """
+    """Load base and tuned model of a run; an adapter of another base is refused."""
     _check_base(tuned)
-    run, device = tuned.run, whole_model_on(tuned.device)
+    run, device = tuned.run, whole_model_on("cuda:0" if tuned.run.device == "cuda" else "cpu")
     tokenizer = load_tokenizer(run)
     if not run.method.has_adapters:
         model = load_base_model(replace(run, weights="pretrained"), device, source=tuned.whole_model)
@@ -155,41 +134,29 @@ def load_models(tuned: TunedRun) -> TunedModels:
     )
     with reading(what, again, onto):
         model = PeftModel.from_pretrained(base, adapter).eval()
-        lacking = sorted(
-            get_peft_model_state_dict(model, save_embedding_layers=False).keys() - _shapes_in(adapter).keys()
-        )
+        lacking = get_peft_model_state_dict(model, save_embedding_layers=False).keys() - _shapes_in(adapter).keys()
     if lacking:
-        raise BadInputError(f"{what} lacks {shown(lacking)}, and cannot be {onto}. {again}")
+        raise BadInputError(f"{what} lacks {shown(sorted(lacking))}, and cannot be {onto}. {again}")
     return TunedModels(model, model, model.disable_adapter, tokenizer)
 
 
 def check_adapter(adapter: Path) -> dict[str, Any]:
-    """Return an adapter's settings, if runs make such: one may be a module that PEFT is to import, which is code.
-
-    Raises:
-        BadInputError: with the setting; or its settings cannot be read.
-    """
+    """Return an adapter's settings, if runs make such: others may have PEFT import a module, which is code."""
     with reading(f"{CONFIG_NAME} of {adapter}", AGAIN):
         settings = dict(json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")))
-    if settings.get("peft_type") != "LORA":
-        raise BadInputError(f"{adapter} is of the kind {settings.get('peft_type')!r}, and runs make LORA: {AGAIN}")
-    module = settings.get("megatron_core") or PLAIN_MODULE
-    if settings.get("megatron_config") or module != PLAIN_MODULE:
-        raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has PEFT import the module {module} (megatron_core, megatron_config), and no "
-            f"code of others is run: {AGAIN}"
-        )
     plain = LoraConfig().to_dict()
     set_so = {name for name, value in settings.items() if value and value != plain.get(name)}
     others = sorted(set_so - MADE_BY_RUNS)
-    if others:
-        raise BadInputError(f"{CONFIG_NAME} of {adapter} sets {shown(others)}, which no run does. {AGAIN}")
     patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
-    if slow:
-        raise BadInputError(
-            f"{CONFIG_NAME} of {adapter} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}"
-        )
+    kind, values = settings.get("peft_type"), begin_of([settings[name] for name in others])
+    for is_strange, what in (
+        (kind != "LORA", f"is of the kind {kind!r}, and runs make LORA"),
+        (others, f"sets {shown(others)} ({values}), which no run does"),
+        (slow, f"has the pattern {begin_of(shown(slow), 60)!r}, which no run makes"),
+    ):
+        if is_strange:
+            raise BadInputError(f"{CONFIG_NAME} of {adapter} {what}. {AGAIN}")
     return settings
 
 
@@ -217,15 +184,12 @@ def _check_base(tuned: TunedRun) -> None:
     if find_here(base, os.path.isdir) or is_hub_id(base) or tuned.run.weights == "random":
         return
     if base == tuned.recorded_base:
-        raise BadInputError(
-            f"The base of {tuned.folder.name} was {base}, which is not there: pass --base with its place."
-        )
+        raise BadInputError(f"The base of {tuned.folder.name} was {base}, which is not there: pass --base.")
     raise BadInputError(
-        f"--base is {base}, which is no folder, nor an id of the Hub: correct --base (the run had "
-        f"{tuned.recorded_base})."
+        f"--base is {base}, which is no folder, nor an id of the Hub: correct it (the run had {tuned.recorded_base})."
     )
 
 
 def _shape(config: dict[str, object]) -> str:
-    known = "hidden_size" in config and "num_hidden_layers" in config
-    return f" (hidden size {config['hidden_size']}, {config['num_hidden_layers']} layers)" if known else ""
+    size, layers = config.get("hidden_size"), config.get("num_hidden_layers")
+    return f" (hidden size {size}, {layers} layers)" if size and layers else ""

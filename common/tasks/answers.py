@@ -1,11 +1,9 @@
 """What a model that chats learns, and how good its answers are: generated on all ranks, then scored by judges.
 
-Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference. It is a *distance*:
-0 means the same, lower is better. Up to three judges give one each:
-- base: the model before tuning; the score without further words. It compares before and after.
-- tuned: the model judges its own answers. A model that has gone astray may find itself good.
-- minilm: all-MiniLM-L6-v2, a sentence encoder that had no part in the training.
-Facts said: share of the reference's fact strings that stand in the answer. Higher is better.
+Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference, a *distance*: 0 means the
+same. `base`, the model before tuning, gives the score without further words; `tuned` judges its own answers, and may
+find itself good though it has gone astray; `minilm` (all-MiniLM-L6-v2) had no part in the training.
+Facts said: share of the reference's fact strings that stand in the answer.
 Shuffled: the score that the reference of *another* question gets. A score near it says nothing of the content.
 """
 
@@ -33,13 +31,11 @@ from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
 from common.tasks.samples import samples
 
-ScoredAnswer = dict[str, object]
-"""One question, what was to be said, what was said, and how near that came: a line of the predictions file."""
+ScoredAnswer = dict[str, object]  # a line of the predictions file
+# all answers, their references, and the references of other rows
 Texts = tuple[Sequence[str], Sequence[str], Sequence[str | None]]
-"""All answers, the references, and for each the reference of another row, if there is one."""
+# distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked
 Scores = tuple[float | None, float | None]
-"""Distances from a row's reference: of its answer, and of another row's reference; None: the judge was not asked."""
-SHUFFLE_SEED = 0
 
 
 # -- in training
@@ -49,7 +45,7 @@ def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
 
     `logits` has shape (rows, positions, vocabulary), `targets`, what each position is to predict, (rows, positions).
-    Row by row: fp32 copies of all rows' logits would take several times as much memory as the logits.
+    Row by row, as fp32 copies of all rows' logits would take several times their memory.
     """
     losses = [
         cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
@@ -78,12 +74,9 @@ ANSWERS = Objective(
 
 @dataclass(frozen=True)
 class Judge:
-    """A model that embeds texts, so that answer and reference can be compared.
+    """A model that embeds texts, so that answer and reference can be compared: `base`, `tuned` or `minilm`.
 
-    Attributes:
-        name: `base`, `tuned` or `minilm`.
-        judging: Entered while it judges: with a tuned model's `disable_adapter` that model is the base again, and no
-            second one takes memory.
+    `judging` is entered meanwhile: with a tuned model's `disable_adapter` that model is the base, without a second one.
     """
 
     name: str
@@ -105,10 +98,9 @@ class Judge:
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Return the mean of the last hidden states over each text's tokens, in fp32; zeros for no tokens.
+        """Return the mean of the last hidden states over each text's tokens, (texts, hidden), fp32; of none zeros.
 
-        Its shape is (texts, hidden). An encoder's texts get its own special tokens, as it was trained with them; a
-        language model's get none.
+        MiniLM gets its special tokens, with which it was trained; a language model gets none.
         """
         if not any(texts):
             return torch.zeros(len(texts), self.model.config.get_text_config().hidden_size, device=self.model.device)
@@ -132,11 +124,7 @@ class Judge:
 
 
 def independent_judges(run: RunConfig, device: str) -> list[Judge]:
-    """Return the judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
-
-    Raises:
-        BadInputError: its weights are not those that were published.
-    """
+    """Return the judges that had no part in the training: all-MiniLM-L6-v2 (see `minilm_folder`), or none."""
     if run.independent_judge == "none":
         return []
     folder = minilm_folder()
@@ -155,14 +143,14 @@ class Evaluation:
         scores = [answer[column] for answer in self.answers]
         return None if None in scores else fmean(scores)
 
-    @property
-    def facts_said_share(self) -> float | None:
-        """Return the facts said over the facts asked for, or None where the data name no facts."""
-        asked = sum(answer["facts"] for answer in self.answers)
-        return sum(answer["facts_said"] for answer in self.answers) / asked if asked else None
+    def facts_share(self, said: str = "facts_said", kind: str | None = None) -> float | None:
+        """Return the share of facts in the column `said`, of all questions or of one kind; None where none is asked."""
+        rows = [row for row in self.answers if kind in (None, row.get("kind")) and row[said] is not None]
+        asked = sum(row["facts"] for row in rows)
+        return sum(row[said] for row in rows) / asked if asked else None
 
     def __str__(self) -> str:
-        minilm, share = self.mean("similarity_score_minilm"), self.facts_said_share
+        minilm, share = self.mean("similarity_score_minilm"), self.facts_share()
         judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
         facts = "" if share is None else f", {share:.0%} of the facts said"
         return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
@@ -172,7 +160,7 @@ class Evaluation:
         by_judge = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
         return {
             **{column: self.mean(column) for column in (*by_judge, "shuffled_score", "shuffled_score_minilm")},
-            "facts_said_share": self.facts_said_share,
+            "facts_said_share": self.facts_share(),
             "questions": len(self.answers),
         }
 
@@ -187,10 +175,8 @@ def evaluate(
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    One of the `judges` is the base. They score one after the other, when all answers are there: a generator may load
-    each of them in the memory that the one before has left. Rank 0 writes predictions_`when`.csv into the results
-    folder: `before` or `after`, with an underscore and more words where several models answer. After tuning it prints a
-    few answers of both models.
+    The `judges` score one after the other, when all answers are there: a generator may load each in the memory that the
+    one before has left. Rank 0 writes predictions_`when`.csv, and after tuning prints a few answers of both models.
     """
     evaluation = Evaluation(answer_and_score(model, tokenizer, rows, judges, log, when))
     report_evaluation(evaluation, rows, log, when)
@@ -212,16 +198,12 @@ def answer_rows(
     when: str,
     what: str = "answers",
 ) -> tuple[list[str], list[int]]:
-    """Answer the last question of each row greedily, every rank its share of them.
-
-    Returns:
-        The answers, the same on every rank, and the tokens of each row's prompt.
-    """
+    """Return greedy answers to the last question of each row, the same on every rank, and the tokens of each prompt."""
     lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
 
     def answered(numbers: list[int]) -> list[str]:
-        own, run = [rows[number] for number in numbers], log.run
-        return generate_answers(model, tokenizer, own, run.max_new_tokens, run.picture_noise)
+        own = [rows[number] for number in numbers]
+        return generate_answers(model, tokenizer, own, log.run.max_new_tokens, log.run.picture_noise)
 
     return predict_rows(log, lengths, what, when, answered, model), lengths
 
@@ -240,8 +222,7 @@ def answer_and_score(
     texts = (answers, references, shuffled_answers(rows))
     scores = {}
     for judge in judges:
-        judged = partial(judge.judge, texts)
-        what = f"answers, judged by {judge.name},"
+        what, judged = f"answers, judged by {judge.name},", partial(judge.judge, texts)
         beside = [model] if judge.name == "minilm" else []  # the tuned model waits while the base judges
         scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
     by_judge = [scores.get(name, [(None, None)] * len(rows)) for name in ("base", "tuned", "minilm")]
@@ -254,12 +235,12 @@ def answer_and_score(
             "similarity_score": base,
             "similarity_score_tuned": tuned,
             "similarity_score_minilm": minilm,
-            "shuffled_score": base_shuffled,
-            "shuffled_score_minilm": minilm_shuffled,
+            "shuffled_score": base_other,
+            "shuffled_score_minilm": minilm_other,
             "facts": len(row.get("facts", [])),
             "facts_said": facts_in(answer, row),
         }
-        for number, (row, answer, reference, (base, base_shuffled), (tuned, _), (minilm, minilm_shuffled)) in enumerate(
+        for number, (row, answer, reference, (base, base_other), (tuned, _), (minilm, minilm_other)) in enumerate(
             zip(rows, answers, references, *by_judge, strict=True)
         )
     ]
@@ -270,7 +251,7 @@ def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     if len(rows) == 1:
         return [None]
     order = list(range(len(rows)))
-    random.Random(SHUFFLE_SEED).shuffle(order)
+    random.Random(0).shuffle(order)
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
 
 

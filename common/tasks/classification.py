@@ -1,8 +1,7 @@
 """What a classifier learns, and how good it is: accuracy and macro-F1 with confidence intervals, and who is confused.
 
-Accuracy: share of the rows whose label was found; its interval is Wilson's. Macro-F1: the mean of the classes' F1, each
-class weighing the same however rare it is; its interval is a percentile bootstrap over rows. Both intervals say what
-other rows of the same kind would give (95 %), not what another seed would.
+Macro-F1 is the mean of the classes' F1, each class weighing the same; its interval is a percentile bootstrap over rows,
+that of accuracy Wilson's. They say what other rows of the same kind would give (95 %), not what another seed would.
 """
 
 from collections import Counter
@@ -61,11 +60,7 @@ CLASSES = Objective(
 
 @dataclass(frozen=True)
 class Classified:
-    """What a model found in the texts of a split, in the data's order; the same on every rank.
-
-    Attributes:
-        labels: The names of the classes, in the order of their numbers.
-    """
+    """What a model found in the texts of a split, in the data's order, and the names of all classes."""
 
     labels: tuple[str, ...]
     found: tuple[int, ...]
@@ -126,10 +121,7 @@ def macro_f1_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[f
 def classify(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
 ) -> Classified:
-    """Return the labels that a model predicts for all rows.
-
-    Rank 0 writes predictions_`when`.csv into the results folder.
-    """
+    """Return the labels that a model predicts for all rows, on every rank; rank 0 writes predictions_`when`.csv."""
     texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, log.run)]
 
     def labels_of(numbers: list[int]) -> list[int]:

@@ -14,11 +14,9 @@ from common.base.run_config import RunConfig
 from common.data.batches import Collate
 from common.data.rows import IGNORED_LABEL, Tokens, labels_in
 
-VALIDATION_LOSS = "eval_mean_loss"
-"""The validation loss by its name in the log history: a mean over all validation rows' answer tokens, or over what
-`Task.loss_per` says."""
-ACCURACY = "eval_accuracy"
-"""The share of the validation rows whose label was found, or of pairs whose chosen answer has the higher reward."""
+# names in the log history
+VALIDATION_LOSS = "eval_mean_loss"  # over all validation rows' answer tokens, or what `Task.loss_per` says
+ACCURACY = "eval_accuracy"  # of labels that were found, or of pairs whose chosen answer has the higher reward
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,11 @@ class Objective:
 
     Attributes:
         collator: From tokenizer, model, and the run's settings.
-        results: From logits and what each is to predict, what each row
-            counts for: shape (rows, k); the sums make the metrics.
+        results: From logits and what each is to predict, what each row counts for: shape (rows, k).
         metrics: From the sums of all rows' results, shape (k,): by name, as the log history has them.
         loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
             labels of the whole step.
-        needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
-            needed.
+        needs_losses_alone: Whether `results` are the sum of a row's losses and their number, without logits.
         labels_in: How many labels of a row are to be predicted.
         pair_loss, pair_results: Where a row's loss compares two answers: the sum of a batch's losses, and what each row
             counts for, from the run, the model, what is called (in training another module around it), and a batch.
@@ -54,10 +50,9 @@ class Objective:
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
-    """Return the validation loss: mean over the predicted tokens of all rows, so the same at any batch and world size.
+    """Return the validation loss, from the sum of the losses and the number of tokens of all rows.
 
-    `sums` holds the sum of the losses and the number of tokens. (The `eval_loss` of Transformers' Trainer is a mean of
-    batch means: 0.4 % more on two ranks than on one, for the same model.)
+    (The `eval_loss` of Transformers' Trainer is a mean of batch means: 0.4 % more on two ranks than on one.)
     """
     loss_sum, token_count = sums
     return {VALIDATION_LOSS: float(loss_sum / token_count)}

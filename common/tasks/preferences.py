@@ -1,7 +1,7 @@
 """What a model learns from pairs of answers by DPO, and what has become of its answers.
 
-DPO (Rafailov et al. 2023) makes the chosen answer likelier than the rejected one, each compared with what a reference
-model, the one before this training, finds of it:
+DPO (Rafailov et al. 2023) makes the chosen answer likelier than the rejected one, each compared with what the model
+before this training, the reference, finds of it:
 
     reward(answer) = beta x (log p(answer) - log p_reference(answer))
     loss = -log sigmoid(reward(chosen) - reward(rejected))
@@ -22,6 +22,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from common.base.run_config import RunConfig
+from common.data.batches import Collate
 from common.data.pairs import encode_pairs, prompt_length
 from common.data.rows import IGNORED_LABEL, Row, Tokens, answer_of, question_of, said_in, tokens_in
 from common.data.stored_rows import stored
@@ -30,44 +31,39 @@ from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evalu
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
 
-MARGIN = "eval_margin"
-"""The mean of reward(chosen) - reward(rejected), by its name in the log history."""
+MARGIN = "eval_margin"  # mean of reward(chosen) - reward(rejected), in the log history
+# TRL's names of a row's reference log-probabilities, where they were computed before training
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-"""TRL's names of a row's reference log-probabilities, where they were computed before training."""
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
-MODEL_INPUTS = ("input_ids", "attention_mask", "completion_mask")
 TRL_COLUMNS = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an error where TRL has renamed it
-Pair = tuple[float, float]
-"""Log-probabilities or rewards of the chosen and the rejected answer."""
+Pair = tuple[float, float]  # log-probabilities or rewards of the chosen and the rejected answer
 
 
 # -- in training
 
 
-class PairCollator:
-    """TRL's collator, of this repository's rows: all chosen answers come first, then all rejected ones.
+def _pair_collator(pad_token_id: int, multiple: int = 0) -> Collate:
+    """Return TRL's collator, of this repository's rows: all chosen answers come first, then all rejected ones.
 
-    The batch also has the rows' numbers, and `pairs`, the number of rows that are not fillers.
+    A batch, shape (2 pairs, tokens), also has the rows' numbers, and `pairs`, the number of rows that are not fillers.
+    It is padded to a `multiple` of so many tokens; 0 = to the longest answer.
     """
+    collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple or None)
 
-    def __init__(self, pad_token_id: int, multiple: int = 0) -> None:
-        """Pad with `pad_token_id`, to a `multiple` of so many tokens; 0 = to the longest answer."""
-        self.collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple or None)
-
-    def __call__(self, rows: list[Tokens]) -> dict[str, object]:
-        """Return a batch, shape (2 pairs, tokens)."""
-        batch = self.collate([_trl_row(row) for row in rows])
+    def collate_pairs(rows: list[Tokens]) -> dict[str, object]:
+        batch = collate([_trl_row(row) for row in rows])
         numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
-        return {**batch, **numbers, "pairs": sum(map(is_pair, rows))}
+        return {**batch, **numbers, "pairs": sum(map(_is_pair, rows))}
+
+    return collate_pairs
 
 
-def is_pair(row: Tokens) -> bool:
-    """Return whether a row has answers; one that a batch is filled up with has none."""
+def _is_pair(row: Tokens) -> bool:
     return prompt_length(row) < len(row["input_ids"])
 
 
 def _trl_row(row: Tokens) -> dict[str, object]:
-    begin, counts = prompt_length(row), is_pair(row)
+    begin, counts = prompt_length(row), _is_pair(row)  # what a batch is filled up with has no answers
     return {
         "prompt_ids": row["input_ids"][:begin],
         "chosen_ids": row["input_ids"][begin:],
@@ -89,10 +85,7 @@ def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor
 def with_reference(
     rows: Sequence[Tokens], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, log: RunRecorder, which: str
 ) -> Sequence[Tokens]:
-    """Return the rows with the log-probabilities that `model`, not trained yet, gives to both answers of each.
-
-    `which`: of the splits, for the line that says how far it is.
-    """
+    """Return the rows of the split `which` with the log-probabilities that `model`, not trained yet, gives to both."""
     prepare_for_pairs(model.eval())
     pairs = log_probs_of(model, tokenizer, rows, log, f"pairs of {which}", "before")
     return stored({**row, **dict(zip(REFERENCES, pair, strict=True))} for row, pair in zip(rows, pairs, strict=True))
@@ -115,7 +108,6 @@ def dpo_loss(
 def _compared(
     run: RunConfig, model: PreTrainedModel | PeftModel, module: torch.nn.Module, batch: dict[str, Any]
 ) -> torch.Tensor:
-    """Return what `pair_results` does of a batch's pairs."""
     now = answer_log_probs(module, batch)
     if REFERENCES[0] in batch:  # found before training
         reference = [batch[name] for name in REFERENCES]
@@ -126,24 +118,24 @@ def _compared(
 
 
 def pair_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """Return the validation's means over all pairs."""
+    """Return the means over all pairs."""
     loss, count, won, margin = sums.tolist()
     return {VALIDATION_LOSS: loss / count, ACCURACY: won / count, MARGIN: margin / count}
 
 
 def prepare_for_pairs(model: PreTrainedModel | PeftModel) -> None:
-    """Switch a model's dropout off, so that it begins as the reference, and give it the head that finds log-probs."""
+    """Switch a model's dropout off, so that it begins as the reference, and give it TRL's head."""
     disable_dropout_in_model(model)
-    with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model)
+    _with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model)
 
 
 PAIRS = Objective(
-    lambda tokenizer, _, run: PairCollator(tokenizer.pad_token_id, run.pad_to_multiple_of),
+    lambda tokenizer, _, run: _pair_collator(tokenizer.pad_token_id, run.pad_to_multiple_of),
     results=pair_results,
     metrics=pair_metrics,
     best_metric=VALIDATION_LOSS,
     higher_is_better=False,
-    labels_in=lambda row: int(is_pair(row)),
+    labels_in=lambda row: int(_is_pair(row)),
     pair_loss=dpo_loss,
     pair_results=_compared,
     prepare=prepare_for_pairs,
@@ -155,25 +147,14 @@ PAIRS = Objective(
 
 @dataclass(frozen=True)
 class PreferenceEvaluation(Evaluation):
-    """What a model answers to all prompts, and what it finds of both given answers.
-
-    Attributes:
-        log_probs: Of both given answers, by this model.
-        reference_log_probs: The same by the model before this training; None where this is that model.
-    """
+    """What a model answers to all prompts, and how likely it finds both given answers, and the reference did."""
 
     log_probs: list[Pair]
-    reference_log_probs: list[Pair] | None
+    reference_log_probs: list[Pair] | None  # None where this is the reference
     beta: float
 
-    @property
-    def rewards(self) -> list[Pair]:
-        """Return the rewards of both answers to each prompt; none where this is the reference model."""
-        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
-        return [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
-
     def __str__(self) -> str:
-        facts, dates, found = self.facts_said_share, self.mean("invents_a_date"), self.summary()
+        facts, dates, found = self.facts_share(), self.mean("invents_a_date"), self.summary()
         said = "" if facts is None else f"{facts:.0%} of the facts said, "
         written = f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words"
         if found["chosen_reward"] is None:
@@ -184,17 +165,16 @@ class PreferenceEvaluation(Evaluation):
         )
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record; before training there are no rewards.
-
-        The share of the likelier chosen answers asks for no reference.
-        """
-        rewards, dates = self.rewards, self.mean("invents_a_date")
+        """Return the metrics for the record; before training there are no rewards."""
+        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
+        rewards = [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
+        dates = self.mean("invents_a_date")
         return {
             "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
             "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
             "chosen_reward": _mean(chosen for chosen, _ in rewards),
             "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
-            "facts_said_share": self.facts_said_share,
+            "facts_said_share": self.facts_share(),
             "invented_dates_share": dates,
             "undated_share": 1 - dates,
             "words": self.mean("words"),
@@ -203,7 +183,6 @@ class PreferenceEvaluation(Evaluation):
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Return the mean, or None of no values."""
     found = list(values)
     return fmean(found) if found else None
 
@@ -216,12 +195,12 @@ def evaluate_preferences(
     when: str,
     reference: PreferenceEvaluation | None = None,
 ) -> PreferenceEvaluation:
-    """Answer each prompt greedily, and find how likely its two given answers are; every rank takes its share.
+    """Answer each prompt greedily, and find how likely its two given answers are; `reference`: before training.
 
-    `reference`: what was found before training. Rank 0 writes predictions_`when`.csv into the results folder.
+    Every rank takes its share of the rows, and rank 0 writes predictions_`when`.csv.
     """
     answers, _ = answer_rows(model, tokenizer, rows, log, when)
-    with_chunked_head(model)
+    _with_chunked_head(model)
     log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
     scored = [
         {
@@ -239,8 +218,7 @@ def evaluate_preferences(
         }
         for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    before = reference.log_probs if reference else None
-    evaluation = PreferenceEvaluation(scored, log_probs, before, log.run.beta)
+    evaluation = PreferenceEvaluation(scored, log_probs, reference and reference.log_probs, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
 
@@ -254,22 +232,19 @@ def log_probs_of(
     what: str,
     when: str,
 ) -> list[Pair]:
-    """Return the log-probabilities of each pair's answers, the same on every rank, each of which takes its share.
-
-    `model` has TRL's head. `what` names the pairs, and `when` is before or after training.
-    """
-    collate = PairCollator(tokenizer.pad_token_id)
+    """Return the log-probabilities of each pair's answers by a model with TRL's head, as `predict_rows`."""
+    collate = _pair_collator(tokenizer.pad_token_id)
 
     def found(numbers: list[int]) -> Iterable[Pair]:
         batch = collate([pairs[number] for number in numbers])
-        inputs = {name: batch[name].to(model.device) for name in MODEL_INPUTS}
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask", "completion_mask")}
         return zip(*(each.tolist() for each in answer_log_probs(model, inputs)), strict=True)
 
     return predict_rows(log, list(map(tokens_in, pairs)), what, when, found, model)
 
 
-def with_chunked_head(model: PreTrainedModel) -> None:
-    """Give a model TRL's head, once: it finds the log-probabilities of labels, and never holds whole logits."""
+def _with_chunked_head(model: PreTrainedModel) -> None:
+    """Give a model TRL's head, once, which finds the log-probabilities of labels without whole logits."""
     # its buffer of logits is no wider than the vocabulary: TRL's has 32,768 columns, however small that is
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TRL_COLUMNS, model.config.get_text_config().vocab_size)
     if not hasattr(model, "has_chunked_head"):

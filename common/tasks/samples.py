@@ -8,21 +8,20 @@ import pandas as pd
 
 from common.base.inert import csv_text, printable
 
+# by the column of a predictions file with what was expected: the columns with what the model read and wrote
 PREDICTED = {
     "reference": ("question", "answer"),
     "chosen": ("question", "answer"),
     "summary": ("text", "written"),
     "label": ("text", "found"),
 }
-"""By the column of a predictions file with what was expected: the columns with what the model read and wrote."""
 SAMPLES, CHARACTERS = 3, 100
 
 
 def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
-    """Return the first `rows` test rows of a run, with what the model predicted before and after tuning side by side.
+    """Return the first `rows` predictions of a run's results folder, before and after tuning side by side.
 
-    `folder` is the run's results folder with predictions_before.csv, which a run without a baseline has not, and
-    predictions_after.csv. The columns are the question (or text), `expected`, `before` and `after`.
+    The columns are the question (or text), `expected`, `before` (of a run with a baseline) and `after`.
     """
     tables = {when: table.head(rows) for when, table in predictions(folder).items()}
     after = tables["after"]

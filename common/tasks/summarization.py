@@ -1,8 +1,7 @@
-"""What a summarizer learns, and how good its summaries are: ROUGE-1, 2, L and Lsum of the whole set.
+"""What a summarizer learns, and how good its summaries are, by ROUGE (Lin 2004), the mean over all rows.
 
-ROUGE (Lin 2004): the overlap of a summary with the one that a person wrote, as F-measure with Porter's stemmer: of
-single words (1), pairs of words (2), and the longest common subsequence of the whole text (L) or sentence by sentence
-(Lsum). Each is the mean over all rows: ranks hand in their summaries, and one scores them all.
+It is a summary's overlap with the one that a person wrote, as F-measure with Porter's stemmer: of single words (1),
+pairs of words (2), and the longest common subsequence of the whole text (L) or sentence by sentence (Lsum).
 """
 
 import logging
@@ -42,7 +41,7 @@ def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _targets_in(row: Tokens) -> int:
-    """Return how many tokens of a summary are to be predicted: a decoder that reads another text predicts all."""
+    # a decoder that reads another text predicts all of its tokens
     return len(row["labels"]) - row["labels"].count(IGNORED_LABEL)
 
 
@@ -63,15 +62,11 @@ SUMMARIES = Objective(
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of a split, in the data's order, and their ROUGE; the same on every rank.
-
-    Attributes:
-        exact_share: Of the summaries those that are what was meant, to the letter: ROUGE hardly sees one wrong name.
-    """
+    """The summaries of a split, in the data's order, and their ROUGE; the same on every rank."""
 
     written: tuple[str, ...]
     rouge: dict[str, float]
-    exact_share: float
+    exact_share: float  # what was meant, to the letter: ROUGE hardly sees one wrong name
 
     def __str__(self) -> str:
         scores = ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in self.rouge.items())
@@ -93,18 +88,14 @@ class Summaries:
 def summarize(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
 ) -> Summaries:
-    """Return summaries of all rows by beam search, scored on rank 0 as one set.
-
-    Rank 0 writes predictions_`when`.csv into the results folder.
-    """
+    """Return summaries of all rows by beam search; rank 0 scores them as one set, and writes predictions_`when`.csv."""
     run, rank = log.run, log.rank
     texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, run)]
 
     def summaries_of(numbers: list[int]) -> list[str]:
         batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
-        generated = model.generate(
-            **batch.to(rank.device), num_beams=run.num_beams, max_new_tokens=run.max_new_tokens, do_sample=False
-        )
+        beams = {"num_beams": run.num_beams, "max_new_tokens": run.max_new_tokens, "do_sample": False}
+        generated = model.generate(**batch.to(rank.device), **beams)
         return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
     written = predict_rows(log, list(map(len, texts)), "summaries", when, summaries_of, model)
@@ -118,11 +109,8 @@ def summarize(
     return summaries
 
 
-class Rouge(evaluate.Metric):
-    """ROUGE with Porter's stemmer; sentences stand on lines of their own.
-
-    `evaluate.load("rouge")`, which is the same, would fetch its script from the Hub.
-    """
+class _Rouge(evaluate.Metric):
+    # `evaluate.load("rouge")` would fetch its script from the Hub
 
     def _info(self) -> evaluate.MetricInfo:
         texts = {name: datasets.Value("string") for name in ("predictions", "references")}
@@ -137,7 +125,7 @@ class Rouge(evaluate.Metric):
 
 
 def rouge_scores(written: list[str], references: list[str]) -> dict[str, float]:
-    """Return the ROUGE of a whole set, by `evaluate` over Google's `rouge-score`: the mean over all rows."""
+    """Return the ROUGE of a whole set, by `evaluate` over Google's `rouge-score`."""
     logging.getLogger("absl").setLevel(logging.WARNING)  # it says at each use which tokenizer it takes
     by_sentence = [["\n".join(SENTENCE_END.split(text)) for text in texts] for texts in (written, references)]
-    return Rouge().compute(predictions=by_sentence[0], references=by_sentence[1])
+    return _Rouge().compute(predictions=by_sentence[0], references=by_sentence[1])

@@ -1,12 +1,8 @@
 """Answers to questions about pictures: what is learnt, and whether the model looks.
 
-Beside the scores of all answers (`common/tasks/answers.py`) these are reported:
-
-- facts said by kind of question, where the rows have the column `kind`;
-- facts said by always giving the commonest answer: to each kind of question that which most training rows have;
-- facts said when the picture is swapped: the same questions are asked again about another row's picture, whose right
-  answer differs. A model that still gives the old answer ignores the picture;
-- answers unchanged when the picture is swapped, which also rows without facts have.
+Beside the scores of all answers these are reported: facts said by kind of question; facts said by always giving the
+commonest answer to each kind; and facts said, and answers unchanged, when the same question is asked about another
+row's picture, whose right answer differs. A model that still gives the old answer ignores the picture.
 """
 
 import random
@@ -27,14 +23,10 @@ from common.runtime.recorder import RunRecorder
 from common.tasks import answers
 from common.tasks.answers import Evaluation, Judge, answer_and_score, answer_rows, facts_in, report_evaluation
 
-SWAP_SEED = 0
-
-
 # -- in training
 
 
-def make_picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel, run: RunConfig) -> Collate:
-    """Return a collator of padded rows with their pictures."""
+def _picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel, run: RunConfig) -> Collate:
     collate = make_collator(tokenizer, multiple=run.pad_to_multiple_of)
 
     def collate_both(rows: list[Tokens]) -> dict[str, torch.Tensor]:
@@ -44,7 +36,7 @@ def make_picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel
     return collate_both
 
 
-ANSWERS = replace(answers.ANSWERS, collator=make_picture_collator)
+ANSWERS = replace(answers.ANSWERS, collator=_picture_collator)
 
 
 # -- at the end
@@ -52,23 +44,13 @@ ANSWERS = replace(answers.ANSWERS, collator=make_picture_collator)
 
 @dataclass(frozen=True)
 class VisualEvaluation(Evaluation):
-    """The scored answers to all questions, with those about another picture.
+    """The scored answers to all questions, with those about another picture."""
 
-    Attributes:
-        commonest_share: Share of the facts that the commonest answers would say; None where the data name no facts.
-    """
-
-    commonest_share: float | None
-
-    def facts_share(self, said: str, kind: str = "") -> float | None:
-        """Return the share of facts in the column `said`, of all questions or of one kind; None where none is asked."""
-        rows = [row for row in self.answers if kind in ("", row["kind"]) and row[said] is not None]
-        asked = sum(row["facts"] for row in rows)
-        return sum(row[said] for row in rows) / asked if asked else None
+    commonest_share: float | None  # of the facts that the commonest answers would say
 
     @property
     def unchanged_share(self) -> float | None:
-        """Return the share of swapped questions with the same answer as before; None where none was swapped."""
+        """The share of swapped questions with the same answer as before; None where none was swapped."""
         swapped = [row for row in self.answers if row["swapped_answer"] is not None]
         return fmean(row["swapped_answer"] == row["answer"] for row in swapped) if swapped else None
 
@@ -99,17 +81,15 @@ def evaluate_looking(
     log: RunRecorder,
     when: str,
 ) -> VisualEvaluation:
-    """Answer questions about their own pictures, then about others', and score both; see `answers.evaluate`.
-
-    The judges see the first answers alone.
-    """
+    """As `answers.evaluate`, and answer the questions about others' pictures, too, which the judges do not see."""
     scored = answer_and_score(model, tokenizer, rows, judges, log, when)
     partners = partners_of(rows)
     swappable = [number for number, partner in enumerate(partners) if partner is not None]
     swapped = [{**rows[number], "picture": rows[partners[number]]["picture"]} for number in swappable]
-    about_others = "answers about other pictures"
-    answered = answer_rows(model, tokenizer, swapped, log, when, about_others)[0] if swapped else []
-    others = dict(zip(swappable, answered, strict=True))
+    others: dict[int, str] = {}
+    if swapped:
+        answered, _ = answer_rows(model, tokenizer, swapped, log, when, "answers about other pictures")
+        others = dict(zip(swappable, answered, strict=True))
     both = [
         {
             **each,
@@ -125,16 +105,15 @@ def evaluate_looking(
 
 
 def partners_of(rows: Sequence[Row]) -> list[int | None]:
-    """Return for each row another one whose picture has another right answer to its question, always the same.
+    """Return for each row another one that asks for the same of a picture with another right answer; always the same.
 
-    Both rows ask for the same: they have the same `kind`, or where rows have none the same question. Their
-    answers differ, and the other's says no fact of the row. None where there is no such row.
+    The other's answer says no fact of the row. None where there is no such row.
     """
     asked = [(group_of(row), answer_of(row), row.get("facts", [])) for row in rows]  # rows may be on disk
     groups: dict[str, list[int]] = {}
     for number, (group, *_) in enumerate(asked):
         groups.setdefault(group, []).append(number)
-    drawn = random.Random(SWAP_SEED)
+    drawn = random.Random(0)
     partners: list[int | None] = []
     for group, answer, facts in asked:
         others = ((other, asked[other][1]) for other in drawn.sample(groups[group], len(groups[group])))
@@ -149,10 +128,7 @@ def group_of(row: Row) -> str:
 
 
 def commonest_share(train: Sequence[Row], test: Sequence[Row]) -> float | None:
-    """Return the share of the test's facts in that answer to each kind of question which most training rows have.
-
-    To a question that no training row asks it is the commonest answer of all.
-    """
+    """Return the share of the test's facts in the answer that most training rows have to its kind, or else of all."""
     asked = sum(len(row.get("facts", [])) for row in test)
     if not asked:
         return None

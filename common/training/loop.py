@@ -51,8 +51,8 @@ from common.data.row_checks import say_few_steps, say_once, say_summary, summary
 from common.data.rows import Splits, Tokens, tokens_in
 from common.data.splits import tokenized
 from common.models.compiled_layers import as_written
-from common.models.freeing import free_model
 from common.models.placement import evaluation_of_rows
+from common.models.shards import free_model
 from common.planning.job import BatchShape, EvaluationShape
 from common.planning.plan_texts import why
 from common.planning.plans import Plan, plan_run

@@ -37,7 +37,7 @@ from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.chunked_loss import compute_loss_in_chunks
 from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
-from common.models.loading import next_token_logits
+from common.models.merging import next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, global_numel, local_part

@@ -10,7 +10,7 @@ from typing_extensions import override
 from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
-from common.models.saved_stages import save_parts
+from common.models.saved_files import save_parts
 from common.models.stages import Sharing
 from common.planning.architectures import read_architecture
 from common.runtime.world import Rank

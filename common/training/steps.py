@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokenized
 from common.models.answering import load_answering, sharing_of
-from common.models.freeing import free_model
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host
+from common.models.shards import free_model
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder

@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.models.answering import load_answering, sharing_of
 from common.models.loading import load_base_model
 from common.models.merging import save_merged
-from common.models.saved_stages import wait_for_parts
+from common.models.saved_files import wait_for_parts
 from common.models.trained_weights import add_lora
 from common.runtime.rank import start_rank
 from common.runtime.recorder import PeakMemory

@@ -18,7 +18,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models import chunked_loss
 from common.models.loading import load_base_model
-from common.models.saved_stages import save_parts
+from common.models.saved_files import save_parts
 from common.models.stages import Sharing, StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture

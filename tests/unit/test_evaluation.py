@@ -92,7 +92,7 @@ def test_facts_are_shared_out_over_all_facts_asked_and_absent_judges_give_no_mea
     summary = Evaluation([scored(0.5, 3, 1, minilm=0.2), scored(0.0, 1, 1, minilm=0.4)]).summary()
     assert (summary["similarity_score"], summary["facts_said_share"], summary["questions"]) == (0.25, 0.5, 2)
     assert (summary["similarity_score_minilm"], summary["similarity_score_tuned"]) == (pytest.approx(0.3), None)
-    assert Evaluation([scored(0.5, 0, 0)]).facts_said_share is None
+    assert Evaluation([scored(0.5, 0, 0)]).facts_share() is None
 
 
 def test_a_tuned_model_without_its_adapter_judges_as_the_base(run_config: RunConfig, base: Judge) -> None:

@@ -11,8 +11,8 @@ from common.base.run_config import RunConfig
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import GIB
-from common.models.loading import load_base_model, load_tokenizer, next_token_logits
-from common.models.merge_room import MergeNeed, merge_need, why_not_merged
+from common.models.loading import load_base_model, load_tokenizer
+from common.models.merging import MergeNeed, merge_need, next_token_logits, why_not_merged
 from common.models.trained_weights import add_lora
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder

@@ -33,13 +33,11 @@ from common.models.loading import (
     any_shape_config,
     check_model,
     checked_config,
-    largest_difference,
     load_base_model,
     load_tokenizer,
-    logit_tolerance,
     longest_readable,
 )
-from common.models.merging import check_changes_logits
+from common.models.merging import check_changes_logits, largest_difference, logit_tolerance
 from common.models.minilm import MINILM, minilm_folder
 from common.models.trained_weights import (
     add_lora,

@@ -18,8 +18,7 @@ from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.hardware.devices import find_gpu
 from common.models.loading import load_base_model, load_tokenizer, model_without_weights
-from common.models.module_maps import auto_map
-from common.models.placement import check_fits, check_placement_and_memory, place_stages, placement_table
+from common.models.placement import auto_map, check_fits, check_placement_and_memory, place_stages, placement_table
 from common.planning import device_maps
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape

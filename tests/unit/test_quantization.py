@@ -163,7 +163,7 @@ def test_bitsandbytes_optimizers_step_and_keep_8_bit_states_of_large_weights(opt
 
 def test_without_bitsandbytes_what_needs_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_inputs(QLORA)
-    monkeypatch.setattr("common.models.quantization.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_bitsandbytes(RunConfig())
     said = r"quantization nf4, .* not installed: `pip install bitsandbytes`, or pass --technique lora"
     with pytest.raises(BadInputError, match=said):

@@ -38,7 +38,8 @@ from common.data.batches import make_collator
 from common.data.rows import IGNORED_LABEL, Splits
 from common.data.splits import load_splits, tokenized, tokens_of
 from common.hardware.devices import GIB
-from common.models.loading import load_base_model, load_tokenizer, next_token_logits
+from common.models.loading import load_base_model, load_tokenizer
+from common.models.merging import next_token_logits
 from common.models.minilm import minilm_folder
 from common.models.trained_weights import add_lora
 from common.planning.step_speed import COUNTED
