@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
 from common.checks.folder_runs import import_workflow
 from common.checks.inputs import check_inputs
-from common.reporting.rows import own_tables, results_of_this_machine
+from common.reporting.rows import own_table, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
@@ -69,7 +69,7 @@ def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) 
         named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []
         stream_command(ranks_command(run, os.path.relpath(script), [*overrides, *named]))
     records = results_of_this_machine(run.results_folder("").resolve())
-    print(f"\n{own_tables(run.goal).results_text(records)}")
+    print(f"\n{own_table(run.goal).text(records)}")
 
 
 if __name__ == "__main__":

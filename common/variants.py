@@ -16,7 +16,7 @@ from common.base.parsing import settings_parser
 from common.checks.folder_runs import first_options, name_of, run_of_folder
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
-from common.reporting.rows import clock, own_tables, results_of_this_machine
+from common.reporting.rows import clock, own_table, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
@@ -69,8 +69,8 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
     done = {(run.run_folder, name) for run, name in zip(runs, names, strict=True)}
     found = results_of_this_machine(*([runs[0].results_folder("")] if runs[0].results_root else []))
     records = [each for each in found if (each["run_folder"], each["run_name"]) in done]
-    results_text = own_tables(workflow.RUN.goal).results_text
-    print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
+    text = own_table(workflow.RUN.goal).text(records)
+    print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{text}")
     if failed:
         print(f"error: {len(failed)} of {len(names)} settings failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

@@ -1,7 +1,7 @@
 """What tests measured, put together for the files that the tables of docs are made of."""
 
-from common.reporting import outcomes
-from common.reporting.outcomes import Outcome
+from bench.tables import outcomes
+from bench.tables.outcomes import Outcome
 
 
 def merged(measured: list[Outcome]) -> list[Outcome]:

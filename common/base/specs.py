@@ -172,8 +172,8 @@ class Task:
         told_by: Sets of columns: a table that has all columns of one set holds such rows.
         loss_per: What the loss is a mean over.
         memory: A subclass of `common.planning.memory_plan.DeviceSums`: the closed form of a step's memory.
-        reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
-            runs stand in the tables that all chats share.
+        reporting: What is shown of its runs, an `OwnTable` of `common.reporting.tasks`, as `module:name`; empty = they
+            stand in the tables that all chats share.
         named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
@@ -217,8 +217,8 @@ class Task:
         return self.folder_for_one.partition("_")[0]
 
     @property
-    def has_own_tables(self) -> bool:
-        """Whether its runs stand in tables of its own, and not in those that all chats share."""
+    def has_own_table(self) -> bool:
+        """Whether its runs stand in a table of its own, and not in those that all chats share."""
         return bool(self.reporting)
 
     @property
@@ -390,7 +390,7 @@ TASKS = {
             rows_are="texts with labels",
             told_by=(("text", "label"),),
             loss_per="label",
-            reporting="common.reporting.classification",
+            reporting="common.reporting.tasks:CLASSIFICATION",
             named_by=("technique", "parallel", "micro_batches", "rows"),
             classifies=True,
         ),
@@ -409,7 +409,7 @@ TASKS = {
             rows_are="texts with summaries",
             told_by=(("text", "summary"), ("dialogue", "summary")),
             loss_per="summary token",
-            reporting="common.reporting.summarization",
+            reporting="common.reporting.tasks:SUMMARIZATION",
             named_by=("loop", "devices"),
             summarizes=True,
         ),
@@ -424,7 +424,7 @@ TASKS = {
             rows="common.data.pictured_rows:row_kind",
             tokenizer="embedded_vision_base",
             folder_for_one="3.3_visual_question_answering",
-            reporting="common.reporting.pictures",
+            reporting="common.reporting.tasks:PICTURES",
             named_by=("technique", "parallel", "rows"),
             sees=True,
         ),
@@ -443,7 +443,7 @@ TASKS = {
             "messages where it holds whole conversations)",
             told_by=(("chosen", "rejected"),),
             loss_per="pair",
-            reporting="common.reporting.preferences",
+            reporting="common.reporting.tasks:PREFERENCES",
             named_by=("technique", "parallel", "exchanged", "rows"),
             compares=True,
         ),

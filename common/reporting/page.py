@@ -25,13 +25,14 @@ from common.records.store import Record, kept_files, records_in
 from common.reporting.page_runs import (
     COLUMNS,
     USUAL,
+    Compared,
     Values,
     comparable,
+    compared_phases,
     divided,
     label_of,
     memory_points,
     pareto_front,
-    planned_and_measured,
 )
 from common.reporting.rows import is_comparable, result_files
 
@@ -59,7 +60,7 @@ class _Run:
 
     values: Values
     details: str
-    peaks: list[tuple[str, str, float, float]]
+    peaks: list[Compared]
     started_at: str
 
 
@@ -67,7 +68,7 @@ def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
     runs = {}
     for record in filter(is_comparable, records):
         values, details = divided(record)
-        peaks = list(planned_and_measured(record))
+        peaks = list(compared_phases(record))
         runs[label_of(record)] = _Run(values, json_in_html(details), peaks, record["started_at"])
     return runs
 

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.planning.phases import TRAINING
+from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
-from common.reporting.benchmark import compared_by_phase
 from common.reporting.columns import Column, column
 from common.reporting.compare import NAMES, settings_of
 from common.reporting.rows import Metric, metrics_of, task_of
@@ -121,19 +120,36 @@ def _curve(points: list[list[float]]) -> list[list[float]]:
     return finite[:: -(-len(finite) // MOST_POINTS) or 1]
 
 
-def planned_and_measured(record: Record) -> Iterator[tuple[str, str, float, float]]:
-    """Yield each phase of each device of a run: the run, the phase, and its peak as planned and as measured, in GiB."""
-    for phase, compared in compared_by_phase([record]).items():
-        for run, *peaks in compared:
-            yield run, phase, *(max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in peaks)
+class Compared(NamedTuple):
+    """A phase on one device of a run, in GiB: of tensors on a CPU, allocated on a GPU."""
+
+    run: str
+    phase: str
+    planned_gib: float
+    measured_gib: float
+
+    @property
+    def error(self) -> float:
+        """Planned over measured, less one."""
+        return self.planned_gib / self.measured_gib - 1
 
 
-def memory_points(peaks: Iterable[tuple[str, str, float, float]]) -> list[Values]:
+def compared_phases(record: Record) -> Iterator[Compared]:
+    """Yield what a run planned and measured, by phase and device; older runs have nothing."""
+    for phase, entry in product(PHASES, record["memory"]):
+        planned, measured = (entry.get(f"{kind}_gib_by_phase", {}).get(phase) for kind in ("planned", "peak"))
+        if planned and measured:  # a phase may hold nothing on a device
+            run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
+            yield Compared(run, phase, planned, measured)
+
+
+def memory_points(peaks: Iterable[Compared]) -> list[Values]:
     """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
     points: dict[tuple[object, ...], Values] = {}
     for run, phase, *pair in peaks:
-        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in pair))
-        new = {"run": run, "phase": phase, "planned": pair[0], "measured": pair[1], "peaks": 0}
+        planned, measured = (max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in pair)
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned, measured)))
+        new = {"run": run, "phase": phase, "planned": planned, "measured": measured, "peaks": 0}
         points.setdefault(place, new)["peaks"] += 1
     return list(points.values())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.tables.outcomes import FAMILIES_FILE, read_outcomes
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -26,7 +27,6 @@ from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
-from common.reporting.outcomes import FAMILIES_FILE, read_outcomes
 from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 from tests.fixtures import Trained
 

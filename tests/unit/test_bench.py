@@ -15,6 +15,7 @@ from bench.apart import measured_apart
 from bench.clock import Check, Clock
 from bench.entries import measured, save
 from bench.recipe import LEAST, MOST, Material, Trial, joined, load_material, long_rows, material_of
+from bench.tables.publications import OWN_MFU, mfu_of
 from bench.tools import TOOLS
 from bench.vocabulary import StepMeter
 from common.base.paths import REPOSITORY
@@ -24,7 +25,6 @@ from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
-from common.reporting.publications import OWN_MFU, mfu_of
 from tests.forked import run_forked
 from tests.unit import lease_stubs
 

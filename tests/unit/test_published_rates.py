@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from bench.tables.publications import WELL_KNOWN, is_near
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
@@ -15,7 +16,6 @@ from common.planning.published_rates import best_published, evidence, excluded_r
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
-from common.reporting.publications import WELL_KNOWN, is_near
 
 # sources that the constants do as well on when they are fitted without them (assets/README.md)
 HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.tables import pages
+from bench.tables.pages import rendered
 from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -28,7 +30,7 @@ from common.records.store import (
 from common.reporting import compare, page, page_runs
 from common.reporting.compare import found_runs, json_of, text_of
 from common.reporting.rows import is_comparable, result_files, results_of_this_machine, task_of
-from common.reporting.tables import on_screen, rendered, side_by_side
+from common.reporting.tables import on_screen, side_by_side
 from common.serving.tuned_runs import find_run
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
@@ -141,10 +143,10 @@ def test_a_bad_kept_record_is_an_error_of_the_check_alone(
     (tmp_path / "page.html").write_text("the page")
     monkeypatch.setattr(store, "REPOSITORY", tmp_path)
     for name, value in {
-        "readmes": lambda: [tmp_path / "README.md"], "REPOSITORY": tmp_path, "PAGE": tmp_path / "page.html",
-        "page_of": lambda _: "the page",
+        "REPOSITORY": tmp_path, "PAGE": tmp_path / "page.html", "page_of": lambda _: "the page",
     }.items():  # fmt: skip
         monkeypatch.setattr(report, name, value)
+    monkeypatch.setattr(pages, "readmes", lambda: [tmp_path / "README.md"])
     for mode, code in (("--check", 1), ("--write", 0)):
         monkeypatch.setattr(sys, "argv", ["report", mode])
         with pytest.raises(SystemExit) as ended:

@@ -1,8 +1,8 @@
 """The tables of published rates beside planned ones have every point."""
 
+from bench.tables.publications import RATES_BY_SOURCE
 from common.base.paths import REPOSITORY
 from common.planning.published_rates import published_rates, source_name
-from common.reporting.publications import RATES_BY_SOURCE
 
 
 def test_the_page_has_every_point() -> None:

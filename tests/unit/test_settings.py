@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -103,7 +103,8 @@ def test_the_table_of_all_has_no_other_runs(
     monkeypatch.setattr("common.variants.check_inputs", lambda _: None)
     monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
-    monkeypatch.setattr("common.reporting.classification.results_text", lambda records: shown.extend(records) or "")
+    table = SimpleNamespace(text=lambda records: shown.extend(records) or "")
+    monkeypatch.setattr("common.variants.own_table", lambda _: table)
     command("--all")
     assert shown == [mine]
 

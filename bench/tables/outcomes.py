@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
 from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]

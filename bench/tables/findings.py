@@ -8,15 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from common.base.run_config import RunConfig
-from common.base.run_folders import run_folders
-from common.base.specs import TASKS
-from common.hardware.devices import GIB, MIB
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
-from common.records.store import Record
-from common.reporting.columns import Column, Table, column, mean_time_s
-from common.reporting.full import PROJECTED_LENGTH, recipes
-from common.reporting.rows import (
+from bench.tables.columns import Table, column
+from bench.tables.full import PROJECTED_LENGTH, recipes
+from bench.tables.rows import (
     FULL,
     FULL_DDP,
     FULL_FSDP,
@@ -25,9 +19,19 @@ from common.reporting.rows import (
     FULL_ZERO3,
     LORA,
     LORA_DDP,
-    NOT_RUN,
     QLORA,
     QLORA_DDP,
+    published,
+)
+from common.base.run_config import RunConfig
+from common.base.run_folders import run_folders
+from common.base.specs import TASKS
+from common.hardware.devices import GIB, MIB
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
+from common.records.store import Record
+from common.reporting.columns import Column, mean_time_s
+from common.reporting.rows import (
+    NOT_RUN,
     STRONG,
     Kind,
     Row,
@@ -36,7 +40,6 @@ from common.reporting.rows import (
     is_comparable,
     kind_name,
     kind_of,
-    published,
     with_seeds,
 )
 

@@ -2,16 +2,17 @@
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
+from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
-from common.planning.phases import PHASES
 from common.records.store import Record
-from common.reporting.columns import Column, Table
-from common.reporting.rows import NOT_RUN, Row
+from common.reporting.columns import Column
+from common.reporting.page_runs import compared_phases
+from common.reporting.rows import NOT_RUN, Row, groups_of
 
 PHASE_BARS = (0.03, 0.1)
 """Largest mean and largest single error of all phases of all kept runs."""
@@ -49,36 +50,10 @@ def _said(name: str) -> str:
 # -- phases of kept runs
 
 
-class Compared(NamedTuple):
-    """A phase on one device of a kept run, in GiB: of tensors on a CPU, allocated on a GPU."""
-
-    run: str
-    planned_gib: float
-    measured_gib: float
-
-    @property
-    def error(self) -> float:
-        """Planned over measured, less one."""
-        return self.planned_gib / self.measured_gib - 1
-
-
-def compared_by_phase(records: list[Record]) -> dict[str, list[Compared]]:
-    """Return what kept runs planned and measured, by phase; runs from before phases were measured have nothing."""
-    found: defaultdict[str, list[Compared]] = defaultdict(list)
-    for record in records:
-        for entry in record["memory"]:
-            planned, measured = (entry.get(f"{kind}_gib_by_phase", {}) for kind in ("planned", "peak"))
-            run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
-            for phase in PHASES:
-                if planned.get(phase) and measured.get(phase):  # a phase may hold nothing on a device
-                    found[phase].append(Compared(run, planned[phase], measured[phase]))
-    return dict(found)
-
-
 def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
     """Yield how many were compared, and by how much plans were off: for each phase, for all, and the bars."""
-    by_phase = compared_by_phase(records)
-    every = [each for compared in by_phase.values() for each in compared]
+    every = [each for record in records for each in compared_phases(record)]
+    by_phase = groups_of(every, attrgetter("phase"))
     for phase, compared in {**by_phase, "all phases": every}.items():
         worst = max(compared, key=lambda each: abs(each.error), default=None)
         yield {

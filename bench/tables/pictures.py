@@ -3,19 +3,14 @@
 from functools import partial
 from statistics import fmean
 
+from bench.tables.columns import Table
+from bench.tables.rows import waiting_for_task
 from common.records.store import Record
-from common.reporting.columns import NO_BASELINE, Table
-from common.reporting.layout import brief
-from common.reporting.rows import (
-    ANSWER_METRICS,
-    Row,
-    setting_name,
-    settings_of_task,
-    waiting_for_task,
-)
+from common.reporting.columns import NO_BASELINE
+from common.reporting.rows import Row, setting_name, settings_of_task
 
-METRICS = ANSWER_METRICS
-settings = partial(settings_of_task, reporting=__name__)
+TASK = "visual_questions"
+settings = partial(settings_of_task, task=TASK)
 
 
 def _by_kind(records: list[Record]) -> list[Row]:
@@ -40,7 +35,7 @@ SHARES = ("right_before", "commonest", "right_after", "swapped")
 
 TABLES = {
     "pictures-settings": Table(
-        lambda records: [*settings(records), *waiting_for_task(records, __name__)],
+        lambda records: [*settings(records), *waiting_for_task(records, TASK)],
         ("setting", "figures", "model_id", "devices", "seeds", *SHARES, "mean_time",
          "speedup_of_task", "planned", "command"),
     ),
@@ -51,17 +46,3 @@ TABLES = {
         shared=("Model", "Machine"),
     ),
 }  # fmt: skip
-ON_SCREEN = Table(
-    settings,
-    (
-        "setting",
-        "right_before as Before",
-        "commonest as Commonest",
-        "right_after as After",
-        "swapped as Swapped",
-        "mean_time as Time",
-        "speedup_of_task",
-        "planned as Peak GiB, planned / measured",
-    ),
-)
-results_text = partial(brief, ON_SCREEN, empty="no run about pictures is completed yet")

@@ -3,30 +3,16 @@
 from functools import partial
 from itertools import product
 
+from bench.tables.columns import Table
+from bench.tables.rows import NOT_PUBLISHED, published, waiting_for_task
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting.columns import Column, Table
-from common.reporting.layout import brief
-from common.reporting.rows import (
-    NOT_PUBLISHED,
-    NOT_RUN,
-    Metric,
-    Row,
-    in_order,
-    in_parts,
-    published,
-    setting_name,
-    settings_of_task,
-    waiting_for_task,
-)
+from common.reporting.columns import Column
+from common.reporting.rows import NOT_RUN, Row, in_parts, setting_name, settings_of_task
+from common.reporting.tasks import ACCURACY, ALLOWED, SHARE, with_interval
 
-METRICS = (
-    Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
-    Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
-)
-
-classified = partial(in_order, reporting=__name__)
-settings = partial(settings_of_task, reporting=__name__)
+TASK = "classification"
+settings = partial(settings_of_task, task=TASK)
 
 
 def _peaks(row: Row) -> str:
@@ -37,36 +23,7 @@ def _peaks(row: Row) -> str:
     return " / ".join(NOT_RUN if peak is None else f"{peak:.2f}" for peak in peaks)
 
 
-def _with_interval(row: Row, score: str) -> str:
-    after = row["quality"]["after"]
-    return "{:.4f} ({:.3f} to {:.3f})".format(after[score], *after[f"{score}_interval"])
-
-
-def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> float | None:
-    """Return the speed-up that the machine and the bubble allow, or the share of it that was reached.
-
-    Both were measured in the run itself, in turn on the same batches: a machine's speed may be another one an hour
-    later, when one device had its turn. With DDP it is the step of ranks that do not synchronize over that of ranks
-    that do; a pipeline's is of its passes over naive model parallel's (2.7).
-    """
-    ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
-    return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
-
-
 PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
-ACCURACY = Column("Test accuracy (95 % interval)", partial(_with_interval, score="accuracy"))
-ALLOWED = Column(
-    "Allowed by machine and bubble",
-    partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"),
-    "{:.2f}x",
-    none="-",
-)
-SHARE = Column(
-    "Share of allowed, steps alone",
-    partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"),
-    "{:.2f}",
-    none="-",
-)
 
 
 def _waiting(records: list[Record]) -> list[Row]:
@@ -78,7 +35,7 @@ def _waiting(records: list[Record]) -> list[Row]:
             "parallel": parallel,
             "config": row["config"] | ({"devices": 1} if PARALLELISMS[parallel].is_single else {}),
         }
-        for row in waiting_for_task(records, __name__)
+        for row in waiting_for_task(records, TASK)
         for technique, parallel in product(row["goal"].techniques, row["goal"].parallelisms)
     ]
 
@@ -109,11 +66,11 @@ TABLES = {
         settings,
         (
             "setting",
-            ACCURACY,
-            Column("Test macro-F1 (95 % interval)", partial(_with_interval, score="macro_f1")),
+            ACCURACY.titled("Test accuracy (95 % interval)"),
+            Column("Test macro-F1 (95 % interval)", partial(with_interval, score="macro_f1")),
             "planned",
-            ALLOWED,
-            SHARE,
+            ALLOWED.titled("Allowed by machine and bubble"),
+            SHARE.titled("Share of allowed, steps alone"),
             "command",
         ),
     ),
@@ -149,18 +106,3 @@ TABLES = {
         ),
     ),
 }
-ON_SCREEN = Table(
-    settings,
-    (
-        "setting",
-        "best_accuracy as Best",
-        ACCURACY.titled("Test accuracy (95 %)"),
-        "time as Time",
-        "speedup_of_task",
-        ALLOWED.titled("Allowed"),
-        SHARE.titled("Share"),
-        "idle as Idle",
-        "planned as Peak GiB, planned / measured",
-    ),
-)
-results_text = partial(brief, ON_SCREEN, empty="no classification run is completed yet")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from statistics import median
 
+from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
 from common.planning import published_memory
 from common.planning.published_memory import KINDS, LIKELY, errors_of, held_out_points, points_of, verdicts_on
@@ -13,7 +14,7 @@ from common.planning.published_rates import PublishedRate, excluded_rates, publi
 from common.planning.shares import whole_model
 from common.planning.step_speed import peak_tflops, step_flops
 from common.records.store import Record
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
 from common.reporting.rows import Row, groups_of
 
 WITHIN = 1.5

@@ -5,6 +5,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+from bench.tables.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
+from bench.tables.columns import Table
+from bench.tables.rows import FULL, FULL_DDP, FULL_MP, FULL_PP, LORA, LORA_PP, PROJECTED, approach, not_run, published
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
@@ -14,22 +17,13 @@ from common.planning.job import BatchShape
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, Plan, plan_run
 from common.planning.shares import trained_parameters
 from common.records.store import Record
-from common.reporting.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
 from common.reporting.rows import (
-    FULL,
-    FULL_DDP,
-    FULL_MP,
-    FULL_PP,
-    LORA,
-    LORA_PP,
-    PROJECTED,
     SCHEDULES,
     STRONG,
     WEAK,
     Kind,
     Row,
-    approach,
     beside_one_device,
     clock,
     completed,
@@ -37,8 +31,6 @@ from common.reporting.rows import (
     groups_of,
     kind_of,
     model_of,
-    not_run,
-    published,
     step_s,
 )
 
@@ -117,7 +109,7 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
     return [
         (f"`{folder.name}`", not_run(folder, run), run)
         for folder, run in run_folders().items()
-        if run.device == "cuda" and not run.goal.has_own_tables and (run.technique, run.parallel) in kinds
+        if run.device == "cuda" and not run.goal.has_own_table and (run.technique, run.parallel) in kinds
     ]
 
 
