@@ -1,11 +1,9 @@
 """What training reaches of a GPU's peak, from kept steps of `python -m bench.lease`: nothing is run here."""
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from bench.entries import Entry, measured
+from bench.entries import Entry, measured, read_kept
 from bench.gpu_trial import LENGTH, MODEL, TRIALS_PATH
 from common.base.specs import TECHNIQUES
 from common.reporting.rows import NOT_RUN
@@ -19,14 +17,9 @@ LORA_OVER_FULL = 1.25
 Record = Mapping[str, Any]
 
 
-def kept_trials(path: Path = TRIALS_PATH) -> list[Record]:
-    """Return the records of all GPUs."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-
-
 def entries(quick: bool) -> list[Entry]:
     """Return what `judged` says of kept trials: nothing is run, `quick` or not."""
-    return judged(kept_trials())
+    return judged(read_kept(TRIALS_PATH))
 
 
 def judged(records: Sequence[Record]) -> list[Entry]:

@@ -4,9 +4,8 @@ Random weights of the real shape, rows of 4,096 tokens of which all but the firs
 trainer. Memory and time of its steps stand beside the plan's.
 """
 
-import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -120,17 +119,22 @@ def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
     """
     plan = trial.planned(gpu, scale)
     run = trial.run(replace(scale, rows=plan.job.batch.rows))
+    tokens = run.effective_batch_size * run.max_length
     with pulled(trial.levers), trial_started(run) as log:
-        found = _timed(log, gpu)
-    return {
-        **asdict(trial),
-        "rows": run.per_device_train_batch_size,
-        **found,
-        "planned_step_time_s": planned_step_s(run, plan),
-        "planned_gib": plan.fullest[0].allocated_gib,
-        "gpu": gpu.name,
-        "torch": torch.__version__,
-    }
+        clock = StepClock(log.rank.devices, partial(forget_peak, log.rank.device))
+        loop = take_steps(log, clock)
+        return {
+            **asdict(trial),
+            "rows": run.per_device_train_batch_size,
+            "tokens": tokens,
+            "step_time_s": clock.step_time_s,
+            **speed_figures(loop, tokens / clock.step_time_s, gpu),
+            "peak_gib": read_memory(log.rank.device).peak_gib,
+            "planned_step_time_s": planned_step_s(run, plan),
+            "planned_gib": plan.fullest[0].allocated_gib,
+            "gpu": gpu.name,
+            "torch": torch.__version__,
+        }
 
 
 @contextmanager
@@ -144,23 +148,3 @@ def take_steps(log: recorder.Trial, *callbacks: TrainerCallback) -> TrainingLoop
     """Train on rows of the run's `max_length` by the run folder's own function, and return its loop."""
     log.callbacks += callbacks
     return tried_by_folder(log, rows_of_length(log.run, log.run.max_length))
-
-
-def _timed(log: recorder.Trial, gpu: Gpu) -> dict[str, Any]:
-    run, device = log.run, log.rank.device
-    clock = StepClock(log.rank.devices, partial(forget_peak, device))
-    loop = take_steps(log, clock)
-    tokens = run.effective_batch_size * run.max_length
-    return {
-        "tokens": tokens,
-        "step_time_s": clock.step_time_s,
-        **speed_figures(loop, tokens / clock.step_time_s, gpu),
-        "peak_gib": read_memory(device).peak_gib,
-    }
-
-
-def keep(records: Sequence[dict[str, Any]], path: Path = TRIALS_PATH) -> None:
-    """Put records into the file at `path`, in place of older ones of the same trial and GPU."""
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    by = {(each["technique"], each["name"], each["gpu"]): each for each in [*kept, *records]}
-    path.write_text(json.dumps(list(by.values()), indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from bench import gpu, gpu_trial, scaling, training, vocabulary
 from bench.apart import measured_apart
 from bench.clock import Check, Clock
-from bench.entries import measured, save
+from bench.entries import keep, measured, read_kept, save
 from bench.recipe import LEAST, MOST, Material, Trial, joined, load_material, long_rows, material_of
 from bench.tables.publications import OWN_MFU, mfu_of
 from bench.tools import TOOLS
@@ -235,9 +236,9 @@ def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> No
 
 def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
     path, record = tmp_path / "trials.json", {"technique": "lora", "name": "plain", "gpu": gpu.GPU, "mfu": 0.4}
-    gpu_trial.keep([record, {**record, "gpu": "another"}], path)
-    gpu_trial.keep([{**record, "mfu": 0.5}, {**record, "name": "fast"}], path)
-    assert [(each["name"], each["gpu"], each["mfu"]) for each in gpu.kept_trials(path)] == [
+    for records in ([record, {**record, "gpu": "another"}], [{**record, "mfu": 0.5}, {**record, "name": "fast"}]):
+        keep(records, path, itemgetter("technique", "name", "gpu"))
+    assert [(each["name"], each["gpu"], each["mfu"]) for each in read_kept(path)] == [
         ("plain", gpu.GPU, 0.5),
         ("plain", "another", 0.4),
         ("fast", gpu.GPU, 0.4),
@@ -250,7 +251,9 @@ def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
 )
 def test_kept_trials_have_the_mfu_of_the_one_count(technique: str, name: str, products: int) -> None:
     """Layers of Llama-3.1-8B by hand; its head is frozen, and rank 8 of LoRA has 21 million weights."""
-    (kept,) = (each for each in gpu.kept_trials() if (each["technique"], each["name"]) == (technique, name))
+    (kept,) = (
+        each for each in read_kept(gpu_trial.TRIALS_PATH) if (each["technique"], each["name"]) == (technique, name)
+    )
     layers, head, adapters = 32 * 218_103_808, 128_256 * 4096, 20_971_520 * (technique == "lora")
     per_token = products * layers + 6 * adapters + 4 * head * (1 - 1 / 4096) + 6 * 32 * 4096 * 4096
     assert kept["flops_per_token"] == pytest.approx(per_token, rel=1e-9)
