@@ -1,12 +1,12 @@
 """The tables of bench/README.md, and 1.1's of the planner: what `make bench` measured last, and which bars hold."""
 
-import json
 import re
 from collections.abc import Iterator
 from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
+from bench.entries import read_kept
 from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
 from common.records.store import Record
@@ -17,44 +17,22 @@ from common.reporting.rows import NOT_RUN, Row, groups_of
 PHASE_BARS = (0.03, 0.1)
 """Largest mean and largest single error of all phases of all kept runs."""
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-FAILS = "**no**"
 
 Entry = dict[str, Any]
 
 
-def read_entries() -> list[Entry]:
-    """Return what `make bench` wrote; nothing if it never ran."""
-    return json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
-
-
 def _entries(_: list[Record]) -> Iterator[Entry]:
-    """Yield all entries, with the part of the benchmark that measures them."""
-    for entry in read_entries():
-        part, rest = re.match(r"(\w*)(.*)", _said(entry["name"])).groups()
+    """Yield what `make bench` wrote, with the part that measures it, and without the point of a worst error."""
+    for entry in read_kept(BENCH_FILE):
+        name = re.sub(r"(?<=worst error) \(.*\)", "", entry["name"]).removesuffix(f" {NOT_RUN}")
+        part, rest = re.match(r"(\w*)(.*)", name).groups()
         yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
-
-
-def _with_bars(records: list[Record]) -> list[Entry]:
-    return [entry for entry in _entries(records) if entry["bar"] is not None]
-
-
-def _of_planner(records: list[Record]) -> list[Entry]:
-    return [entry for entry in _entries(records) if entry["part"] == "Planner"]
-
-
-def _said(name: str) -> str:
-    """Return a name that fits a table, without the point of a worst error."""
-    return re.sub(r"(?<=worst error) \(.*\)", "", name).removesuffix(f" {NOT_RUN}")
-
-
-# -- phases of kept runs
 
 
 def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
     """Yield how many were compared, and by how much plans were off: for each phase, for all, and the bars."""
     every = [each for record in records for each in compared_phases(record)]
-    by_phase = groups_of(every, attrgetter("phase"))
-    for phase, compared in {**by_phase, "all phases": every}.items():
+    for phase, compared in {**groups_of(every, attrgetter("phase")), "all phases": every}.items():
         worst = max(compared, key=lambda each: abs(each.error), default=None)
         yield {
             "Phase": phase,
@@ -65,9 +43,6 @@ def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
         }
     mean, most = (f"≤ {bar:.0%}" for bar in PHASE_BARS)
     yield {"Phase": "bar", "Compared": "", "Mean error": mean, "Worst error": most, "Worst in": ""}
-
-
-# -- columns
 
 
 def _measured(entry: Entry) -> str:
@@ -90,12 +65,18 @@ def _bar(entry: Entry) -> str:
 
 
 def _holds(entry: Entry) -> str:
-    return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: FAILS, None: ""}[entry["holds"]]
+    return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: "**no**", None: ""}[entry["holds"]]
 
 
 FIGURES = (Column("What", "what"), Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
 TABLES = {
-    "bench": Table(_with_bars, (Column("Part", "part"), *FIGURES), shared=("Part",)),
-    "bench-planner": Table(_of_planner, FIGURES),
+    "bench": Table(
+        lambda records: [entry for entry in _entries(records) if entry["bar"] is not None],
+        (Column("Part", "part"), *FIGURES),
+        shared=("Part",),
+    ),
+    "bench-planner": Table(
+        lambda records: [entry for entry in _entries(records) if entry["part"] == "Planner"], FIGURES
+    ),
     "memory-by-phase": Table(_errors_by_phase),
 }

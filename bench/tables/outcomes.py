@@ -1,12 +1,12 @@
 """The tables of what tests measured: how exactly strategies agree with one device, and how faults end."""
 
-import json
 from collections.abc import Iterable
 from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
 
+from bench.entries import read_kept
 from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
@@ -100,18 +100,13 @@ ELSEWHERE = (
 """Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
-def read_outcomes(path: Path) -> list[Outcome]:
-    """Return what is in the file; nothing if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
 # -- rows
 
 
 def _equivalence(_: list[Record]) -> list[Row]:
     """Return each task and strategy; a cell has the largest differences of losses and of weights."""
     columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
-    cases = pd.DataFrame(read_outcomes(EQUIVALENCE), columns=columns)
+    cases = pd.DataFrame(read_kept(EQUIVALENCE), columns=columns)
     return [
         {
             "Task": task,
@@ -134,16 +129,13 @@ def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
     """Return the table of the families that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
     headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
     columns = [Column(header, itemgetter(key), missing=elsewhere) for key, header in headers.items()]
-    return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
+    return Table(lambda _: [row for row in read_kept(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
 def _ended_faults(_: list[Record]) -> list[Row]:
     """Return each technique of each fault that ends a run or costs it steps; seconds count from the fault on."""
-    return [
-        {**row, "tests": _tests(same)}
-        for same in groups_of(_faults(have_figures=True), itemgetter("fault")).values()
-        for row in same
-    ]
+    same_fault = groups_of(_faults(have_figures=True), itemgetter("fault")).values()
+    return [{**row, "tests": _tests(same)} for same in same_fault for row in same]
 
 
 def _other_faults(_: list[Record]) -> list[Row]:
@@ -157,7 +149,7 @@ def _other_faults(_: list[Record]) -> list[Row]:
 def _faults(have_figures: bool) -> list[Outcome]:
     """Return the outcomes of the faults that have a figure with some technique, or of the others, by number."""
     elsewhere = [dict(zip(("fault", "technique", "outcome", "test"), row, strict=True)) for row in ELSEWHERE]
-    known = sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=itemgetter("fault"))
+    known = sorted([*read_kept(ENDED_FAULTS), *elsewhere], key=itemgetter("fault"))
     timed = {row["fault"] for row in known if any(column.value_in(row) is not None for column in FIGURES)}
     return [row for row in known if (row["fault"] in timed) == have_figures]
 
@@ -193,7 +185,7 @@ TABLES = {
     "faults-others": Table(_other_faults, ABOUT, line="- **{Fault}** ({With}): {Outcome}. {Tests}"),
     # what llama.cpp makes of a tuned model and type of weights as Transformers does
     "llama-cpp": Table(
-        lambda _: json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"],
+        lambda _: read_kept(LLAMA_CPP_FILE)["compared"],
         (
             Column("Base", lambda row: f"{row['base']} ({row['model_type']})"),
             Column("Pre-tokenizer", "pre_tokenizer"),
