@@ -4,20 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.tables import (
-    benchmark,
-    chats,
-    classification,
-    findings,
-    full,
-    outcomes,
-    own_data,
-    pictures,
-    preferences,
-    publications,
-    qlora,
-    summarization,
-)
+from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, summarization, tasks
 from bench.tables.chats import planner_says
 from bench.tables.columns import Table
 from bench.tables.markdown import WIDEST, as_list, as_markdown
@@ -42,8 +29,7 @@ DEMO_LINES = (
     "machine's ceiling at the same effective batch",
 )
 
-MODULES = (benchmark, chats, full, qlora, classification, summarization, pictures, preferences, findings, publications,
-           own_data, outcomes)  # fmt: skip
+MODULES = (chats, full, qlora, tasks, summarization, findings, publications, own_data, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.tables import benchmark, pages
+from bench.tables import outcomes, pages
 from bench.tables.pages import MODULES, TABLES, rendered, with_tables
 from bench.tables.rows import approach
 from common import report
@@ -189,7 +189,7 @@ def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Recor
 def measured_by_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Write entries into the benchmark's file: name, value, unit, bar, what the bar is, whether it holds, command."""
     path = tmp_path / "bench.json"
-    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    monkeypatch.setattr(outcomes, "BENCH_FILE", path)
     columns = ("name", "value", "unit", "bar", "bar_is", "holds", "command")
     return lambda *entries: path.write_text(json.dumps([dict(zip(columns, each, strict=True)) for each in entries]))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from bench.tables.classification import TABLES
+from bench.tables.tasks import TABLES
 from common.base.specs import TASKS
 from common.records.store import Record, kept_records
 from common.reporting.rows import task_of

@@ -1,6 +1,6 @@
 """Plans beside what was measured, by phase, from kept records."""
 
-from bench.tables.benchmark import TABLES
+from bench.tables.outcomes import TABLES
 from common.reporting.page_runs import compared_phases
 
 
