@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
-from common.base.run_config import DEFAULTS, SET_ASIDE
+from common.base.run_config import DEFAULTS, SET_ASIDE, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task, is_registered
 from common.records.store import RECORD_NAME, Record, records_in
 
@@ -29,6 +29,8 @@ MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 
 Kind = tuple[str, str]
 """Technique and parallelism."""
+NAMING_SETTINGS = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
+"""Settings that say where results go and what they are called: no cause of a difference."""
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
@@ -204,6 +206,16 @@ def settings_of_task(records: list[Record], task: str) -> list[Row]:
         {**row, "baseline": row if PARALLELISMS[row["parallel"]].is_single else baseline_of(row, records, STRONG)}
         for row in with_seeds(by_command)
     ]
+
+
+def settings_of(run: Record) -> dict[str, Any]:
+    """Return the settings that may cause a difference; None: it means nothing for this run.
+
+    Those that a record is too old for were at their defaults.
+    """
+    config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING_SETTINGS}
+    idle = idle_settings(config) if is_registered(run) else ()
+    return {name: None if name in idle else value for name, value in config.items()}
 
 
 def workload(record: Row, same: str) -> dict[str, object]:

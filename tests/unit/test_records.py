@@ -13,10 +13,11 @@ import pytest
 
 from bench.tables import pages
 from bench.tables.pages import rendered
-from common import report
+from common import compare, report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.specs import is_registered
+from common.compare import found_runs, json_of, text_of
 from common.records import store
 from common.records.schema import wrong_in
 from common.records.store import (
@@ -27,8 +28,7 @@ from common.records.store import (
     load_record,
     records_in,
 )
-from common.reporting import compare, page, page_runs
-from common.reporting.compare import found_runs, json_of, text_of
+from common.reporting import page, page_runs
 from common.reporting.rows import is_comparable, result_files, results_of_this_machine, task_of
 from common.reporting.tables import on_screen, side_by_side
 from common.serving.tuned_runs import find_run
