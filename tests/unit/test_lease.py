@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import lease, lease_merge, lease_parts, planner_points
+from bench import lease, lease_parts, planner_points
 from bench.gpu_trial import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.errors import BadInputError
@@ -204,7 +204,7 @@ def test_results_are_merged_in_place_of_older_ones(
     results.add(stub("optimizers"), "done", result={"step_s": 0.2})
     results.add(stub("shared GPU: 2.7 PP"), "failed", "losses differ")
     replace(results, card=lease_parts.REHEARSED).add(stub("optimizers"), "done", result={})
-    lease_merge.merge(results.path, **kept)
+    lease.merge(results.path, **kept)
     trials, points, others = (json.loads(path.read_text()) for path in kept.values())
     assert trials == [step]
     assert [(each["gpu"], each["allocated_gib"], each["dry_run_gib"]) for each in points] == [
