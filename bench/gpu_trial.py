@@ -87,7 +87,7 @@ class Trial:
 
 LIGER, COMPILED = {"use_liger_kernel": True}, {"torch_compile": True}
 FUSED_ADAMW, FOUR_BATCHES = {"optim": "adamw_torch_fused"}, {"gradient_accumulation_steps": 4}
-NO_NORM, LOGITS, CUDNN, LOSS = LEVERS
+NO_NORM, LOGITS, CUDNN = LEVERS
 TRIALS = (
     Trial("lora", "as it comes"),
     Trial("lora", "Liger's kernels", LIGER),
@@ -105,7 +105,6 @@ LEVER_TRIALS = (
     Trial("lora", "compiled, large chunks, cuDNN", COMPILED, (LOGITS, CUDNN, NO_NORM)),
     Trial("full", "compiled, fused AdamW, large chunks, cuDNN, 4 micro-batches", COMPILED | FUSED_ADAMW | FOUR_BATCHES,
           (LOGITS, CUDNN, NO_NORM)),
-    Trial("lora", "compiled, Liger's loss", COMPILED | LIGER, (LOSS, NO_NORM)),
     Trial("full", "compiled, fused AdamW", COMPILED | FUSED_ADAMW, (NO_NORM,)),
 )  # fmt: skip
 """What the loop may get: the most promising first."""

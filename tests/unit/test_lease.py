@@ -216,9 +216,7 @@ def test_results_are_merged_in_place_of_older_ones(
 
 
 KINDS = ("machine", "shared GPU", "steps", "tests", "point", "preflight")
-MAY_BE_LEFT_OUT = {
-    "steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss",
-}  # fmt: skip
+MAY_BE_LEFT_OUT = {"steps: full, Liger's kernels", "steps: lora, Liger's kernels"}
 """Kernels for GPUs alone, and packages that need not be installed."""
 
 
