@@ -100,11 +100,6 @@ def alone(results: Path) -> Iterator[None]:
         yield
 
 
-def seconds_since_start() -> float:
-    """Return how long this process has run: to import libraries and to choose parts takes seconds of the lease."""
-    return time.time() - psutil.Process().create_time()
-
-
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -139,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = Results(options.folder / RESULTS, card.name if card else REHEARSED)
     try:
         with alone(results.path):
-            spend(parts, results, 60 * options.minutes - seconds_since_start())
+            since_start_s = time.time() - psutil.Process().create_time()  # importing libraries takes seconds
+            spend(parts, results, 60 * options.minutes - since_start_s)
     except KeyboardInterrupt:
         print(f"error: interrupted; {results.path} has what was measured until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)

@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set
 from trl import SFTConfig, SFTTrainer
 
 from bench.clock import Clock
-from bench.recipe import TrialOfEpochs, load_model, padded
+from bench.recipe import TrialOfEpochs, load_model
 from common.checks.folder_training import trained_by_folder
 from common.models.families import suited_to_model
 from common.runtime.world import Rank
@@ -91,6 +91,7 @@ def train_bare(clock: Clock) -> None:
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / run.warmup_steps))
     rows = sorted(clock.material.train, key=lambda row: -len(row["input_ids"]))
     size = run.per_device_train_batch_size
+    padded = DataCollatorForSeq2Seq(clock.material.tokenizer)
     batches = [padded(rows[start : start + size]) for start in range(0, len(rows), size)]
     shuffle = torch.Generator().manual_seed(run.seed)
     clock.start()

@@ -19,7 +19,7 @@ from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.columns import NO_BASELINE, OFF, Column, column
 from common.reporting.layout import fitted, screen_width
 from common.reporting.rows import (
-    NAMING_SETTINGS,
+    NAMING,
     Metric,
     Row,
     called,
@@ -101,7 +101,7 @@ def parts_of(runs: Sequence[Record]) -> dict[str, list[Line]]:
     settings = [
         Column("run folder", "run_folder"),
         Column("started by", "launcher"),
-        *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMING_SETTINGS),
+        *(Column(name, f"meant.{name}") for name in DEFAULTS if name not in NAMING),
         Column("code (commit)", lambda run: run["environment"]["commit"][:8]),
         *(Column(name, f"environment.packages.{name}") for name in sorted(packages)),
     ]

@@ -109,18 +109,12 @@ def _found(records: list[Record], number: str) -> list[Row]:
     rows_per_step = first[STRONG] if first and gain != SPEEDUP else None
     usual = [_usual_run(recipes(records, kind), number, rows_per_step) for kind in kinds]
     usual = [row for row in usual if row]
-    if usual and gain == SPEEDUP:  # beside the same batch on one device
-        usual[0] = _one_device_as(usual[-1], records)
+    if usual and gain == SPEEDUP:  # beside the same batch on one device, over its seeds
+        baseline = baseline_of(usual[-1], records, STRONG)
+        runs = with_seeds(completed(records, kind_of(baseline))) if baseline else []
+        usual[0] = next((row for row in runs if baseline in row["seeds"]), None)
     measured = [{**row, "baseline": usual[0], "records": records} for row in usual if row]
     return [*published(*kinds), *measured]
-
-
-def _one_device_as(row: Row, records: list[Record]) -> Row | None:
-    """Return the runs on one device with the same batch, over their seeds; none where nobody has run it."""
-    baseline = baseline_of(row, records, STRONG)
-    if baseline is None:
-        return None
-    return next(each for each in with_seeds(completed(records, kind_of(baseline))) if baseline in each["seeds"])
 
 
 def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> Row | None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import pandas as pd
-
 from bench.entries import read_kept
 from bench.tables.columns import Table
 from common.base.paths import REPOSITORY
@@ -109,24 +107,26 @@ ELSEWHERE = (
 
 def _equivalence(_: list[Record]) -> list[Row]:
     """Return each task and strategy; a cell has the largest differences of losses and of weights."""
-    columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
-    cases = pd.DataFrame(read_kept(EQUIVALENCE), columns=columns)
     return [
         {
             "Task": task,
             "Strategy": strategy,
-            **{each.short[0].upper() + each.short[1:]: _largest(rows[rows["technique"] == each.name])
-               for each in TECHNIQUES.values()},
+            **{
+                each.short[0].upper() + each.short[1:]: _largest(
+                    [row for row in cases if row["technique"] == each.name]
+                )
+                for each in TECHNIQUES.values()
+            },
         }
-        for (task, strategy), rows in cases.groupby(["task", "strategy"], sort=False)
-    ]  # fmt: skip
+        for (task, strategy), cases in groups_of(read_kept(EQUIVALENCE), itemgetter("task", "strategy")).items()
+    ]
 
 
-def _largest(cases: pd.DataFrame) -> str:
-    found = cases[["loss_difference", "weight_difference"]].dropna()
-    if found.empty:
-        return "" if cases.empty else NOT_RUN
-    return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
+def _largest(cases: list[Outcome]) -> str:
+    pairs = [(case["loss_difference"], case["weight_difference"]) for case in cases]
+    found = [max(values) for values in zip(*(pair for pair in pairs if None not in pair), strict=True)]
+    none = NOT_RUN if cases else ""
+    return " / ".join(f"{value:.0e}" if value else "0" for value in found) or none
 
 
 def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:

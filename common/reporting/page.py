@@ -196,8 +196,8 @@ def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
 
 def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     """Return the runs of the chosen group by cost and quality, with the front that no other run beats."""
-    groups = [group for group, _ in sorted(Counter(run["group"] for run in comparable(runs, cost)).items(),
-                                           key=lambda counted: (-counted[1], counted[0]))]  # fmt: skip
+    names = sorted(run["group"] for run in comparable(runs, cost))
+    groups = [group for group, _ in Counter(names).most_common()]
     choice = alt.binding_select(options=groups, name="Runs of ")
     group = alt.param(name="group", value=groups[0] if groups else "", bind=choice)
     in_group = alt.datum.group == group

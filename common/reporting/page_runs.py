@@ -12,7 +12,7 @@ from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
 from common.reporting.columns import Column, column
-from common.reporting.rows import NAMING_SETTINGS, Metric, metrics_of, settings_of, task_of
+from common.reporting.rows import NAMING, Metric, metrics_of, settings_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
@@ -20,7 +20,7 @@ MOST_POINTS = 500
 """Of a curve: a chart has hardly more columns."""
 PLACES_PER_E_FOLD = 50
 """Places that the chart of memory tells apart: two pixels each, and a point is seven wide."""
-USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMING_SETTINGS}
+USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMING}
 """The settings of a run that asks for nothing, as they are shown."""
 
 Values = dict[str, Any]

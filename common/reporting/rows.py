@@ -29,7 +29,15 @@ MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 
 Kind = tuple[str, str]
 """Technique and parallelism."""
-NAMING_SETTINGS = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
+NAMING = (
+    "run_folder",
+    "run_name",
+    "results_root",
+    "resume_from_checkpoint",
+    "report_to",
+    "log_format",
+    "link",
+)
 """Settings that say where results go and what they are called: no cause of a difference."""
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -213,7 +221,7 @@ def settings_of(run: Record) -> dict[str, Any]:
 
     Those that a record is too old for were at their defaults.
     """
-    config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING_SETTINGS}
+    config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING}
     idle = idle_settings(config) if is_registered(run) else ()
     return {name: None if name in idle else value for name, value in config.items()}
 
