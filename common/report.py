@@ -45,7 +45,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.page:
-        print(f"wrote {write_page(kept_records())}")
+        write_page(PAGE, kept_records())
+        print(f"wrote {PAGE.relative_to(REPOSITORY)}")
     elif options.open:
         print(open_page())
     elif options.check or options.write:
@@ -82,7 +83,7 @@ def _render_pages(write: bool) -> int:
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if write and path == PAGE:
-            write_page(records)
+            write_page(PAGE, records)
         elif write:
             path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")

@@ -112,9 +112,7 @@ def _equivalence(_: list[Record]) -> list[Row]:
             "Task": task,
             "Strategy": strategy,
             **{
-                each.short[0].upper() + each.short[1:]: _largest(
-                    [row for row in cases if row["technique"] == each.name]
-                )
+                each.short[0].upper() + each.short[1:]: _largest(row for row in cases if row["technique"] == each.name)
                 for each in TECHNIQUES.values()
             },
         }
@@ -122,11 +120,11 @@ def _equivalence(_: list[Record]) -> list[Row]:
     ]
 
 
-def _largest(cases: list[Outcome]) -> str:
+def _largest(cases: Iterable[Outcome]) -> str:
     pairs = [(case["loss_difference"], case["weight_difference"]) for case in cases]
-    found = [max(values) for values in zip(*(pair for pair in pairs if None not in pair), strict=True)]
-    none = NOT_RUN if cases else ""
-    return " / ".join(f"{value:.0e}" if value else "0" for value in found) or none
+    largest = [max(values) for values in zip(*(pair for pair in pairs if None not in pair), strict=True)]
+    none = NOT_RUN if pairs else ""
+    return " / ".join(f"{value:.0e}" if value else "0" for value in largest) or none
 
 
 def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:

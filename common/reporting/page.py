@@ -146,7 +146,8 @@ def _library() -> str:
     return vl_convert.javascript_bundle().replace("\r\n", "\n")
 
 
-def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> None:
+def write_page(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> None:
+    """Write the page of `page_and_details`, with its scripts."""
     text, details = page_and_details(kept, own)
     page.write_text(text, encoding="utf-8")
     folder = page.with_name(DETAILS_FOLDER)
@@ -155,19 +156,13 @@ def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> No
         (folder / f"{number}.js").write_text(script, encoding="utf-8")
 
 
-def write_page(kept: Iterable[Record]) -> Path:
-    """Write the page of the kept records, and return its path."""
-    _write(PAGE, kept)
-    return PAGE.relative_to(REPOSITORY)
-
-
 def open_page() -> str:
     """Write the page of the kept records and this machine's runs, open it where there is a screen, and say where it is.
 
     Without a screen a browser for terminals would open, which shows none of it.
     """
     kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
-    _write(OWN_PAGE, kept, own)
+    write_page(OWN_PAGE, kept, own)
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     is_open = has_screen and webbrowser.open(OWN_PAGE.as_uri())
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"
