@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from bench.tables import pages
-from bench.tables.pages import rendered
 from common import compare, report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -189,7 +188,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
     for said in (text_of, json_of):
         compare.printable(said(runs, Path("p")))
     for table in tables:
-        rendered(table, runs)
+        pages.rendered(table, runs)
 
 
 def check_each_value(file: Path, folder: Path, bad_values: tuple[object, ...], tables: list[str], every: int) -> int:

@@ -148,18 +148,16 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
     monkeypatch.setattr(report, "results_of_this_machine", lambda: [single, strong])
     monkeypatch.setattr(sys, "argv", ["report", "--results"])
     report.main()
-    of_pairs = capsys.readouterr().out.partition("Pairs (3.9)\n\n")[2].split()
-    assert (of_pairs[:2], of_pairs[-2:]) == (["Seed", "Steps"], ["42", str(strong["steps"])])
+    of_pairs = [word for word in capsys.readouterr().out.split()[-8:] if "-" not in word]
+    assert of_pairs == ["Pairs", "(3.9)", "Seed", "Steps", "42", str(strong["steps"])]
     run = RunConfig().changed_to(task="pairs", train_rows=5)
     assert default_run_name(run, "python") == "python-5rows-seed42"
 
 
 def test_tables_have_names_of_their_own_and_tasks_what_is_shown_of_them() -> None:
     assert len(TABLES) == sum(len(module.TABLES) for module in MODULES)
-    for task in TASKS.values():
-        if task.has_own_table:
-            assert own_table(task).metrics
-            assert isinstance(own_table(task).text([]), str)
+    for table in (own_table(task) for task in TASKS.values() if task.has_own_table):
+        assert (len(table.metrics) > 1, table.text([])) == (True, "no such run is completed yet")
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:

@@ -103,8 +103,9 @@ def test_the_table_of_all_has_no_other_runs(
     monkeypatch.setattr("common.variants.check_inputs", lambda _: None)
     monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
-    table = SimpleNamespace(text=lambda records: shown.extend(records) or "")
-    monkeypatch.setattr("common.variants.own_table", lambda _: table)
+    monkeypatch.setattr(
+        "common.variants.own_table", lambda _: SimpleNamespace(text=lambda records: shown.extend(records) or "")
+    )
     command("--all")
     assert shown == [mine]
 
