@@ -23,7 +23,7 @@ import psutil
 
 from bench import planner_points
 from bench.entries import keep, read_kept
-from bench.gpu_trial import TRIALS_PATH
+from bench.gpu import TRIALS_PATH
 from bench.lease_parts import LEASES_PATH, REHEARSED, card_here, parts_for
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence

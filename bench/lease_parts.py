@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import gpu_trial, planner_points
+from bench import gpu, planner_points
 from bench.entries import read_kept
-from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, TRIALS_PATH, Scale, Trial
+from bench.gpu import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, TRIALS_PATH, Scale, Trial
 from bench.lease_schedule import Part
 from bench.planner_points import Point
 from common.base.errors import BadInputError
@@ -72,7 +72,7 @@ def look_at_machine(**card: Any) -> dict[str, Any]:
 def take_steps(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return a trial's record."""
     trial = next(each for each in (*TRIALS, *LEVER_TRIALS) if (each.technique, each.name) == (technique, name))
-    return gpu_trial.measure(trial, _device_of(card, memory_gib), scale_of(card))
+    return gpu.measure(trial, _device_of(card, memory_gib), scale_of(card))
 
 
 def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from bench.tables.columns import Table, column
-from bench.tables.rows import FULL_DDP, FULL_FSDP, FULL_ZERO3, LORA, LORA_DDP, published, waiting
+from bench.tables.table import FULL_DDP, FULL_FSDP, FULL_ZERO3, LORA, LORA_DDP, Table, column, published, waiting
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command

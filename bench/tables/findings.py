@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from bench.tables.columns import Table, column
 from bench.tables.full import PROJECTED_LENGTH, recipes
-from bench.tables.rows import (
+from bench.tables.table import (
     FULL,
     FULL_DDP,
     FULL_FSDP,
@@ -21,6 +20,8 @@ from bench.tables.rows import (
     LORA_DDP,
     QLORA,
     QLORA_DDP,
+    Table,
+    column,
     published,
 )
 from common.base.run_config import RunConfig

@@ -6,8 +6,19 @@ from functools import partial
 from itertools import product
 
 from bench.tables.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
-from bench.tables.columns import Table
-from bench.tables.rows import FULL, FULL_DDP, FULL_MP, FULL_PP, LORA, LORA_PP, PROJECTED, approach, not_run, published
+from bench.tables.table import (
+    FULL,
+    FULL_DDP,
+    FULL_MP,
+    FULL_PP,
+    LORA,
+    LORA_PP,
+    PROJECTED,
+    Table,
+    approach,
+    not_run,
+    published,
+)
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.entries import read_kept
-from bench.tables.columns import Table
+from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record

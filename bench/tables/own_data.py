@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from math import ceil
 
-from bench.tables.columns import Table, column
+from bench.tables.table import Table, column
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records

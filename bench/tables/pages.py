@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, summarization, tasks
 from bench.tables.chats import planner_says
-from bench.tables.columns import Table
 from bench.tables.markdown import WIDEST, as_list, as_markdown
+from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.records.store import Record
 from common.reporting.rows import NOT_RUN

@@ -5,9 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.tables.chats import SPEED, WHERE
-from bench.tables.columns import Table, column
 from bench.tables.full import PROJECTED_LENGTH, fits, projected_plan
-from bench.tables.rows import FULL, LORA, PROJECTED, QLORA, QLORA_DDP, QLORA_FSDP, approach, not_run, waiting
+from bench.tables.table import (
+    FULL,
+    LORA,
+    PROJECTED,
+    QLORA,
+    QLORA_DDP,
+    QLORA_FSDP,
+    Table,
+    approach,
+    column,
+    not_run,
+    waiting,
+)
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.tables.columns import Table, column
-from bench.tables.rows import published, waiting_for_task
+from bench.tables.table import Table, column, published, waiting_for_task
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.hardware.devices import MACHINES, Machine, find_gpu
@@ -93,9 +92,8 @@ class Fleet:
         """
         gpus = (find_gpu(self.machine.gpu),) * self.machine.gpus * self.count
         links = [ethernet(gbit) for gbit in (self.machine.network_gbit, self.machine.peak_gbit)]
-        usd_per_hour = self.machine.usd_per_hour / self.machine.gpus
         return [
-            Cluster(gpus, nodes=self.count, link=link, usd_per_hour=usd_per_hour)
+            Cluster(gpus, nodes=self.count, link=link, usd_per_hour=self.machine.usd_per_hour / self.machine.gpus)
             for link in (links if self.count > 1 else [None])
         ]
 
@@ -128,12 +126,11 @@ def _costs(records: list[Record]) -> Iterator[Row]:
     for result in results:
         notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
         source = [result["figures"], *notes, f"rows and tokens: {result['settings_source']}"]
-        usd_per_hour = result["usd_per_hour"] * result["machines"]
         yield {
             **result,
             "fleet": _fleet(result, "published"),
             "figures": "; ".join(source),
-            "usd_per_hour": usd_per_hour,
+            "usd_per_hour": result["usd_per_hour"] * result["machines"],
         }
     for settings in ("published", "our"):
         fleets = [_fleet(result, settings) for result in results]  # the one machine of four GPUs comes first

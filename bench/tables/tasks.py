@@ -4,8 +4,7 @@ from functools import partial
 from itertools import product
 from statistics import fmean
 
-from bench.tables.columns import Table
-from bench.tables.rows import NOT_PUBLISHED, published, waiting_for_task
+from bench.tables.table import NOT_PUBLISHED, Table, published, waiting_for_task
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_trial, scaling, training, vocabulary
+from bench import gpu, scaling, training, vocabulary
 from bench.apart import measured_apart
 from bench.clock import Check, Clock
 from bench.entries import keep, measured, read_kept, save
@@ -251,9 +251,7 @@ def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
 )
 def test_kept_trials_have_the_mfu_of_the_one_count(technique: str, name: str, products: int) -> None:
     """Layers of Llama-3.1-8B by hand; its head is frozen, and rank 8 of LoRA has 21 million weights."""
-    (kept,) = (
-        each for each in read_kept(gpu_trial.TRIALS_PATH) if (each["technique"], each["name"]) == (technique, name)
-    )
+    (kept,) = (each for each in read_kept(gpu.TRIALS_PATH) if (each["technique"], each["name"]) == (technique, name))
     layers, head, adapters = 32 * 218_103_808, 128_256 * 4096, 20_971_520 * (technique == "lora")
     per_token = products * layers + 6 * adapters + 4 * head * (1 - 1 / 4096) + 6 * 32 * 4096 * 4096
     assert kept["flops_per_token"] == pytest.approx(per_token, rel=1e-9)
@@ -272,8 +270,8 @@ def test_published_runs_have_an_mfu_of_the_same_count() -> None:
     assert mfu_of(nemo) == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
 
 
-@pytest.mark.parametrize("trial", gpu_trial.TRIALS)
-def test_each_trial_on_a_gpu_has_the_most_rows_that_are_planned_to_fit(trial: gpu_trial.Trial) -> None:
+@pytest.mark.parametrize("trial", gpu.TRIALS)
+def test_each_trial_on_a_gpu_has_the_most_rows_that_are_planned_to_fit(trial: gpu.Trial) -> None:
     h200 = trial.planned(find_gpu(gpu.GPU))
-    assert (h200.fits, h200.job.batch.rows) == (True, gpu_trial.ROWS)
+    assert (h200.fits, h200.job.batch.rows) == (True, gpu.ROWS)
     assert trial.planned(replace(find_gpu(gpu.GPU), memory_gib=78.0)).job.batch.rows in (1, 2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench import lease, lease_parts, planner_points
-from bench.gpu_trial import LEVER_TRIALS, TRIALS
+from bench.gpu import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY

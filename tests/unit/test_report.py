@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bench.tables import outcomes, pages
 from bench.tables.pages import MODULES, TABLES, rendered, with_tables
-from bench.tables.rows import approach
+from bench.tables.table import approach
 from common import report
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders

@@ -3,7 +3,7 @@
 import copy
 
 from bench.tables.pages import TABLES
-from bench.tables.rows import FULL, FULL_PP
+from bench.tables.table import FULL, FULL_PP
 from common.records.store import Record
 from common.reporting.rows import completed
 
