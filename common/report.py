@@ -64,7 +64,9 @@ def table_pages() -> ModuleType:
     sys.path.append(str(REPOSITORY))
     try:
         from bench.tables import pages
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as missing:
+        if missing.name != "bench":
+            raise
         raise BadInputError(
             "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
         ) from None

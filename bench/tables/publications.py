@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from statistics import median
 
-from bench.tables.columns import Table
+from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.planning import published_memory
 from common.planning.published_memory import KINDS, LIKELY, errors_of, held_out_points, points_of, verdicts_on
