@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby, product
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
 from common.reporting.columns import Column, column
-from common.reporting.rows import NAMING, Metric, metrics_of, settings_of, task_of
+from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
@@ -81,6 +82,9 @@ VALUES = {
     "is_trial": Column(  # of a few steps or test rows only
         "Trial", lambda record: any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
     ),
+    "group": Column(  # whose quality compares, and time and memory as far as their machines are alike
+        "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
+    ),
 }
 """What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
@@ -110,7 +114,7 @@ def divided(record: Record) -> tuple[Values, Values]:
         "settings": {name: settings.get(name) for name, usual in USUAL.items() if settings.get(name) != usual},
         "losses": {kind: _curve(record[f"{kind}_losses"]) for kind in ("training", "validation")},
     }
-    return {**values, "group": group_of(values)}, details
+    return values, details
 
 
 def _curve(points: list[list[float]]) -> list[list[float]]:
@@ -158,16 +162,10 @@ def comparable(runs: Iterable[Values], cost: str) -> list[Values]:
     return [run for run in runs if run[cost] and run["quality"] is not None and not run["is_trial"]]
 
 
-def group_of(run: Values) -> str:
-    """Return what runs share whose quality compares, and their time and memory as far as their machines are alike."""
-    return f"{run['task']}: {run['model']}, {run['data']}"
-
-
 def pareto_front(runs: Iterable[Values], cost: str) -> list[Values]:
     """Return the comparable runs that no other beats in quality and `cost`, the cheapest first, by group."""
-    known = sorted(comparable(runs, cost), key=group_of)
     front: list[Values] = []
-    for group, members in groupby(known, key=group_of):
+    for group, members in sorted(groups_of(comparable(runs, cost), itemgetter("group")).items()):
         best = -1.0
         for run in sorted(members, key=lambda run: (run[cost], -run["quality"])):
             if run["quality"] > best:

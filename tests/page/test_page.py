@@ -172,7 +172,7 @@ def runs_in(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_no_run_beats_those_of_the_front() -> None:
     measured = [(0.5, 2.0), (0.4, 1.0), (0.45, 3.0), (0.9, 9.0), (0.9, 8.0), (0.3, None), (None, 0.5)]
-    same = {"task": "chat", "model": "m", "data": "d", "is_trial": False}
+    same = {"group": "chat: m, d", "is_trial": False}
     runs = [{**same, "quality": quality, "minutes": minutes} for quality, minutes in measured]
     runs.append({**same, "quality": 1.0, "minutes": 0.5, "is_trial": True})
     front = [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")]
