@@ -173,7 +173,6 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
 
 
 def _finish(ended: Started, results: Results) -> None:
-    """Add the line of a part that is over."""
     seconds = time.monotonic() - ended.start_s
     exit_code, words = ended.end()
     if ended.out.is_file():  # whatever became of the process afterwards
