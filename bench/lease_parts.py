@@ -129,16 +129,14 @@ MACHINE = "machine"
 
 
 def parts_for(card: Gpu | None) -> list[Part]:
-    """Return the parts of a lease of this card, last those that an earlier lease found; None: of a rehearsal."""
-    known = known_parts(card.name) if card else set()
-    return sorted(wanted_parts(card), key=lambda part: part.name in known)
-
-
-def known_parts(card: str) -> set[str]:
-    """Return the names of the parts whose results are kept of this card, but for what says which machine it was."""
-    kept = read_kept(LEASES_PATH, {}).get(card, {})
-    found = {name for name, line in kept.items() if line["status"] == "done"} - {MACHINE}
-    return found | {_step_name(**each) for each in read_kept(TRIALS_PATH) if each["gpu"] == card}
+    """Return the parts of a lease of this card, last those whose results are kept; None: of a rehearsal."""
+    parts = wanted_parts(card)
+    if card is None:
+        return parts
+    kept = read_kept(LEASES_PATH, {}).get(card.name, {})
+    known = {name for name, line in kept.items() if line["status"] == "done"} - {MACHINE}  # it may be another machine
+    known |= {_step_name(**each) for each in read_kept(TRIALS_PATH) if each["gpu"] == card.name}
+    return sorted(parts, key=lambda part: part.name in known)
 
 
 def wanted_parts(card: Gpu | None) -> list[Part]:

@@ -6,7 +6,17 @@ from functools import reduce
 from statistics import fmean
 from typing import Any
 
-from common.reporting.rows import NOT_RUN, Row, clock, device_of, devices_of, kind_name, kind_of, model_of, setting_name
+from common.reporting.rows import (
+    NOT_RUN,
+    Row,
+    clock,
+    device_name,
+    devices_of,
+    kind_name,
+    kind_of,
+    model_of,
+    setting_name,
+)
 
 NO_BASELINE, NO_FACTS, OFF = "-", "no facts in the data", "off"
 MISSING = object()
@@ -119,7 +129,9 @@ COLUMNS = {
     # what was run
     "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
     "model": Column("Model", model_of),
-    "machine": Column("Machine", device_of),
+    "machine": Column(
+        "Machine", lambda row: device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
+    ),
     "devices": Column("Devices", devices_of),
     "device_count": Column("Devices", "config.devices"),
     "setting": Column("Setting", setting_name),

@@ -329,11 +329,6 @@ def device_name(row: Row) -> str:
     return name + (f", {threads} thread{'s' * (threads > 1)}" if row["config"]["device"] == "cpu" else "")
 
 
-def device_of(row: Row) -> str:
-    """Return `AMD EPYC, 1 thread per device`: one of a run's devices."""
-    return device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
-
-
 def devices_of(row: Row) -> str:
     """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
     return f"{device_name(row)} x{row['config']['devices']}"
