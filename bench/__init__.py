@@ -1,4 +1,4 @@
-"""What `make bench` measures: training against what users would pick instead, DDP's scaling, and evaluation."""
+"""What only this repository needs: `make bench`, a rented GPU's minutes, and the tables of its pages."""
 
 import os
 

@@ -13,16 +13,15 @@ from bench.recipe import CHECKS_PER_EPOCH, MOST_EPOCHS, TARGET_LOSSES, Material,
 
 @dataclass(frozen=True)
 class Check:
-    """One look at the validation loss."""
+    """A look at the validation loss; `seconds` are of training, since the first batch was asked for."""
 
     step: int
     seconds: float
-    """Of training, since the first batch was asked for."""
     loss: float
 
 
 @dataclass
-class Clock:
+class Clock(TrainerCallback):
     """Counts a trial's seconds, checks the loss at the same steps for every tool, and says when to end."""
 
     trial: Trial
@@ -32,21 +31,16 @@ class Clock:
     start_s: float = 0.0
     checking_s: float = 0.0
     steps_per_epoch: int = 0
-    """Optimizer steps; those of batches of as many rows, unless a tool says otherwise."""
 
     def __post_init__(self) -> None:
-        """Count on batches of the trial's size."""
         self.steps_per_epoch = -(-len(self.material.train) // self.trial.run.per_device_train_batch_size)
 
     def start(self) -> None:
-        """The first batch is asked for now."""
+        """Start: the first batch is asked for now."""
         self.start_s = time.perf_counter()
 
-    def step_begins(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer step's batch is there."""
-
     def step_done(self, model: torch.nn.Module) -> bool:
-        """Count one optimizer step; whether the trial is over: target reached, or the loss is no number."""
+        """Count one optimizer step; return whether the trial is over: target reached, or the loss is no number."""
         self.step += 1
         done, before = (step * CHECKS_PER_EPOCH // self.steps_per_epoch for step in (self.step, self.step - 1))
         if done == before:
@@ -82,36 +76,18 @@ class Clock:
             return None
         return ends[-1].step // self.steps_per_epoch * self.material.train_tokens / ends[-1].seconds
 
-
-class ClockCallback(TrainerCallback):
-    """The clock of a tool that is a Trainer."""
-
-    def __init__(self, clock: Clock) -> None:
-        """`clock` is started where training begins."""
-        self.clock = clock
+    # -- as the callback of a tool that is a Trainer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Start: the first batch is asked for right after this. A tool that packs rows has other steps."""
-        self.clock.steps_per_epoch = state.max_steps // MOST_EPOCHS
-        self.clock.start()
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: object,
-    ) -> None:
-        """Tell the clock."""
-        self.clock.step_begins(model, optimizer)
+        """Start, with the steps of a tool that packs rows."""
+        self.steps_per_epoch = state.max_steps // MOST_EPOCHS
+        self.start()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
     ) -> None:
         """End the training where the trial is over."""
-        if self.clock.step_done(model):
+        if self.step_done(model):
             control.should_training_stop = True

@@ -1,11 +1,11 @@
 """A figure of the benchmark with its bar, and the files that keep all of them."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -16,18 +16,21 @@ FOLDER = REPOSITORY / "bench"
 
 @dataclass(frozen=True)
 class Entry:
-    """One figure and its bar."""
+    """One figure and its bar.
+
+    Attributes:
+        name: Begins with the part of the benchmark that measures it.
+        value: None: not reached, or not run; the name says which.
+        holds: None where there is no bar.
+        command: What measures this figure, from the repository's root.
+    """
 
     name: str
-    """Begins with the part of the benchmark that measures it."""
     value: float | None
-    """None: not reached, or not run; the name says which."""
     unit: str
     bar: float | None
     holds: bool | None
-    """None where there is no bar."""
     command: str
-    """What measures this figure, from the repository's root."""
     bar_is: Literal["at least", "at most"] = "at least"
 
 
@@ -49,9 +52,17 @@ def measured(
 def save(part: str, entries: Iterable[Entry], folder: Path = FOLDER) -> None:
     """Put a part's entries into `bench.json` in place of its older ones, and where it was measured beside it."""
     bench, around = folder / "bench.json", folder / "environment.json"
-    kept = json.loads(bench.read_text("utf-8")) if bench.is_file() else []
-    places = json.loads(around.read_text("utf-8")) if around.is_file() else {}
-    others = [entry for entry in kept if entry["name"].partition(",")[0] != part]
+    others = [entry for entry in read_kept(bench) if entry["name"].partition(",")[0] != part]
     write_json([*others, *map(asdict, entries)], bench)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(places | {part: {**environment(RunConfig()), "date": date}}, around)
+    write_json(read_kept(around, {}) | {part: {**environment(RunConfig()), "date": date}}, around)
+
+
+def read_kept(path: Path, nothing: Any = ()) -> Any:
+    """Return what is in a file of kept figures; `nothing` if there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else nothing
+
+
+def keep(records: Sequence[Any], path: Path, key: Callable[[Any], object]) -> None:
+    """Put records into the list of a file, in place of older ones with the same key."""
+    write_json(list({key(each): each for each in [*read_kept(path), *records]}.values()), path)

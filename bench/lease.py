@@ -16,20 +16,63 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
 
-from bench import lease_merge, lease_parts
-from bench.lease_schedule import RESULTS, Part, Results, spend
+from bench import planner_points
+from bench.entries import keep, read_kept
+from bench.gpu import TRIALS_PATH
+from bench.lease_parts import LEASES_PATH, REHEARSED, card_here, parts_for
+from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.checks.processes import END_S
 from common.hardware.devices import find_gpu
+from common.records.store import write_json
 
 FOLDER = REPOSITORY / "lease"
+
+
+# -- what is kept
+
+NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
+KEPT_ALONE = ("steps: ", "point: ")
+"""How the names of parts begin that have a file of their own."""
+KEPT = ("at", "seconds", "status", "why", "result")
+
+
+def merge(
+    results: Path,
+    trials: Path = TRIALS_PATH,
+    points: Path = planner_points.POINTS_PATH,
+    others: Path = LEASES_PATH,
+) -> None:
+    """Merge the lines of `results`: steps into `trials`, points into `points`, all else into `others`.
+
+    What was left out or cut off measured nothing, and changes nothing. A part that failed is among the others.
+
+    Raises:
+        BadInputError: there are no results but a rehearsal's, whose figures mean nothing.
+    """
+    lines = [line for line in read_results(results) if line["card"] != REHEARSED]
+    if not lines:
+        raise BadInputError(f"{results.name} has no results of a GPU: run `python -m bench.lease` on one first.")
+    done = [line for line in lines if line["status"] == "done"]
+    steps, measured = ([line["result"] for line in done if line["part"].startswith(kind)] for kind in KEPT_ALONE)
+    keep(steps, trials, itemgetter("technique", "name", "gpu"))
+    with_dry_runs = list(map(planner_points.with_dry_run, measured))
+    keep(with_dry_runs, points, lambda point: (planner_points.point_of(point), point["gpu"]))
+    rest = [line for line in done if not line["part"].startswith(KEPT_ALONE)]
+    rest += [line for line in lines if line["status"] == "failed"]
+    kept = read_kept(others, {})
+    for line in rest:
+        kept.setdefault(line["card"], {})[line["part"]] = {name: line.get(name) for name in KEPT}
+    write_json(kept, others)
+    print(f"{len(steps)} trials, {len(measured)} points and {len(rest)} other parts merged; {NEXT}")
 
 
 # -- the command line
@@ -57,11 +100,6 @@ def alone(results: Path) -> Iterator[None]:
         yield
 
 
-def seconds_since_start() -> float:
-    """Return how long this process has run: to import libraries and to choose parts takes seconds of the lease."""
-    return time.time() - psutil.Process().create_time()
-
-
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -78,25 +116,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.minutes * 60 > END_S:
         raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass more, such as 11.")
     if options.merge:
-        lease_merge.merge(options.folder / RESULTS)
+        merge(options.folder / RESULTS)
         return
     if options.rehearse:
         card = None
     elif options.list and options.card:
         card = find_gpu(options.card)
     else:
-        card = lease_parts.card_here(options.card)
-    parts = [part for part in lease_parts.parts_for(card) if (options.only or "") in part.name]
+        card = card_here(options.card)
+    parts = [part for part in parts_for(card) if (options.only or "") in part.name]
     if not parts:
         raise BadInputError(f"--only is {options.only!r}, but no part's name has it: --list says them.")
     if options.list:
         print(listed(parts))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
-    results = Results(options.folder / RESULTS, card.name if card else lease_parts.REHEARSED)
+    results = Results(options.folder / RESULTS, card.name if card else REHEARSED)
     try:
         with alone(results.path):
-            spend(parts, results, 60 * options.minutes - seconds_since_start())
+            since_start_s = time.time() - psutil.Process().create_time()  # importing libraries takes seconds
+            spend(parts, results, 60 * options.minutes - since_start_s)
     except KeyboardInterrupt:
         print(f"error: interrupted; {results.path} has what was measured until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import generation_trial, gpu_profile, gpu_trial, planner_points
-from bench.gpu import kept_trials
-from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
+from bench import gpu, planner_points
+from bench.entries import read_kept
+from bench.gpu import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, TRIALS_PATH, Scale, Trial
 from bench.lease_schedule import Part
 from bench.planner_points import Point
 from common.base.errors import BadInputError
@@ -52,17 +52,16 @@ def free_gib() -> float:
     return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free / GIB
 
 
-def described(card: Gpu | None) -> dict[str, Any]:
-    """Return how a part is told of its card; None: of the CPU."""
-    return {"card": card and card.name, "memory_gib": card and card.memory_gib}
-
-
-def device_of(card: str | None, memory_gib: float | None) -> Gpu:
-    """Return the card that `described` tells of."""
+def _device_of(card: str | None, memory_gib: float | None) -> Gpu:
     return replace(find_gpu(card), memory_gib=memory_gib) if card else cpu_device()
 
 
-# -- what parts call; each is given what `described` says, and returns what is kept
+def scale_of(card: str | None) -> Scale:
+    """Return what is trained on a card; on the CPU it is tiny."""
+    return GPU_SCALE if card else REHEARSED_SCALE
+
+
+# -- what parts call; each is given the card's name and memory (None: of the CPU), and returns what is kept
 
 
 def look_at_machine(**card: Any) -> dict[str, Any]:
@@ -72,17 +71,8 @@ def look_at_machine(**card: Any) -> dict[str, Any]:
 
 def take_steps(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return a trial's record."""
-    return gpu_trial.measure(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
-
-
-def profile_step(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
-    """Return where a trial's step spends its time."""
-    return gpu_profile.profiled(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
-
-
-def answer(rows: int, card: str | None, memory_gib: float | None) -> dict[str, Any]:
-    """Return how long `rows` answers take at once."""
-    return generation_trial.measure(rows, device_of(card, memory_gib), scale_of(card))
+    trial = next(each for each in (*TRIALS, *LEVER_TRIALS) if (each.technique, each.name) == (technique, name))
+    return gpu.measure(trial, _device_of(card, memory_gib), scale_of(card))
 
 
 def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:
@@ -100,23 +90,13 @@ def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:
 def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return a planner's point: planned memory beside the peak."""
     measure = partial(planner_points.measure_here, device="cuda" if card else "cpu")
-    return planner_points.measured_point(Point(**point), device_of(card, memory_gib), measure)
+    return planner_points.measured_point(Point(**point), _device_of(card, memory_gib), measure)
 
 
 def run_tests(tests: list[str], card: str | None, **memory: Any) -> dict[str, Any]:
     """Return which of some tests, or files of them, pass; on the CPU, of their rehearsal."""
     kind, limit_s = ("cuda", TESTS_LIMIT_S) if card else ("cpu", REHEARSED_LIMIT_S)
     return gpu_check.run_tests(kind, limit_s, [f"tests/gpu/{test}" for test in tests])
-
-
-def trial_of(technique: str, name: str) -> Trial:
-    """Return the trial of that name."""
-    return next(each for each in (*TRIALS, *LEVER_TRIALS) if (each.technique, each.name) == (technique, name))
-
-
-def scale_of(card: str | None) -> Scale:
-    """Return what is trained on a card; on the CPU it is tiny."""
-    return GPU_SCALE if card else REHEARSED_SCALE
 
 
 # -- the parts
@@ -128,10 +108,6 @@ PREFLIGHTS = (
 )
 """Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
 PAIRS_AT_ONCE, TESTS_LIMIT_S, REHEARSED_LIMIT_S = 3, 240.0, 600.0
-PROFILED = (
-    ("full", "compiled, fused AdamW, 4 micro-batches"),
-    ("lora", "compiled, cuDNN"),
-)
 TEST_FILES = {("test_kernels.py", "test_strategies.py"): 45, ("test_saves.py",): 45, ("test_cuda.py",): 75}
 """Of `tests/gpu`, and the seconds that they should take."""
 RESTART = "test_shared_gpu.py::test_a_rank_that_is_killed_starts_again"
@@ -149,21 +125,18 @@ REHEARSED_POINTS = (
     Point("lora", "assets/embedded_base", 2, 32, False),
     Point("full", "assets/embedded_base", 1, 32, True),
 )
-ANSWERED = (8, 64)
 MACHINE = "machine"
 
 
 def parts_for(card: Gpu | None) -> list[Part]:
-    """Return the parts of a lease of this card, last those that an earlier lease found; None: of a rehearsal."""
-    known = known_parts(card.name) if card else set()
-    return sorted(wanted_parts(card), key=lambda part: part.name in known)
-
-
-def known_parts(card: str) -> set[str]:
-    """Return the names of the parts whose results are kept of this card, but for what says which machine it was."""
-    kept = json.loads(LEASES_PATH.read_text(encoding="utf-8")) if LEASES_PATH.is_file() else {}
-    found = {name for name, line in kept.get(card, {}).items() if line["status"] == "done"} - {MACHINE}
-    return found | {step_name(each["technique"], each["name"]) for each in kept_trials() if each["gpu"] == card}
+    """Return the parts of a lease of this card, last those whose results are kept; None: of a rehearsal."""
+    parts = wanted_parts(card)
+    if card is None:
+        return parts
+    kept = read_kept(LEASES_PATH, {}).get(card.name, {})
+    known = {name for name, line in kept.items() if line["status"] == "done"} - {MACHINE}  # it may be another machine
+    known |= {_step_name(**each) for each in read_kept(TRIALS_PATH) if each["gpu"] == card.name}
+    return sorted(parts, key=lambda part: part.name in known)
 
 
 def wanted_parts(card: Gpu | None) -> list[Part]:
@@ -174,12 +147,10 @@ def wanted_parts(card: Gpu | None) -> list[Part]:
         _part(MACHINE, look_at_machine, card, 25, 60),
         *pair_parts(card),
         *levers[:2],
-        *profile_parts(card),
         *new_tests,
         *points[:POINTS],
         *levers[2:],
         *(_preflight_part(*each, card) for each in PREFLIGHTS),
-        *(_part(f"answers, {rows} rows", answer, card, 25, 90, rows=rows) for rows in ANSWERED),
         old_tests,
         *(trial_part(trial, card) for trial in TRIALS),
         *points[POINTS:],
@@ -189,7 +160,8 @@ def wanted_parts(card: Gpu | None) -> list[Part]:
 def _part(name: str, call: Callable, card: Gpu | None, expected_s: float, limit_s: float, /, **more: Any) -> Part:
     """Return a part that calls a function of this module; `left_out` and `beside` are the part's, others are given."""
     own = {key: more.pop(key) for key in ("left_out", "beside") if key in more}
-    return Part(name, f"{__name__}:{call.__name__}", more | described(card), expected_s, limit_s, **own)
+    more |= {"card": card and card.name, "memory_gib": card and card.memory_gib}
+    return Part(name, f"{__name__}:{call.__name__}", more, expected_s, limit_s, **own)
 
 
 def pair_parts(card: Gpu | None) -> list[Part]:
@@ -216,11 +188,10 @@ def trial_part(trial: Trial, card: Gpu | None) -> Part:
     compiles_adapters = trial.technique == "lora" and trial.settings.get("torch_compile")
     expected_s = 110 if compiles_adapters else 55 if trial.settings.get("gradient_accumulation_steps") else 40
     about = {"technique": trial.technique, "name": trial.name, "left_out": _why_not(trial, card)}
-    return _part(step_name(trial.technique, trial.name), take_steps, card, expected_s, 180, **about)
+    return _part(_step_name(**about), take_steps, card, expected_s, 180, **about)
 
 
-def step_name(technique: str, name: str) -> str:
-    """Return what the steps of a trial are called."""
+def _step_name(technique: str, name: str, **_: Any) -> str:
     return f"steps: {technique}, {name}"
 
 
@@ -236,18 +207,6 @@ def _why_not(trial: Trial, card: Gpu | None) -> str:
     except NotDoneError as too_large:
         return str(too_large)
     return ""
-
-
-def profile_parts(card: Gpu | None) -> list[Part]:
-    """Return the profiles of a step: of what is fastest so far, and of cuDNN's attention."""
-    trials = [trial for trial in (*TRIALS, *LEVER_TRIALS) if (trial.technique, trial.name) in PROFILED]
-    return [
-        _part(
-            f"profile: {trial.technique}, {trial.name}", profile_step, card, 110, 180,
-            technique=trial.technique, name=trial.name, left_out=_why_not(trial, card),
-        )
-        for trial in trials
-    ]  # fmt: skip
 
 
 def point_parts(card: Gpu | None) -> list[Part]:
@@ -270,9 +229,9 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
 
 def test_parts(card: Gpu | None) -> list[Part]:
     """Return the tests of GPUs: kernels, saves, and all others."""
-    about = {"left_out": not_installed(gpu_check.TEST_PACKAGES)}
+    left_out = not_installed(gpu_check.TEST_PACKAGES)
     return [
-        _tests_part(f"tests: {', '.join(files)}", files, card, expected_s, **about)
+        _tests_part(f"tests: {', '.join(files)}", files, card, expected_s, left_out=left_out)
         for files, expected_s in TEST_FILES.items()
     ]
 

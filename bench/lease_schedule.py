@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from subprocess import PIPE
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from common.checks.gpu_check import without_places
 from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, start_process, why_ended
 
 RESULTS = "results.jsonl"
 POLL_S = 0.05
-Status = Literal["done", "failed", "cut off", "left out"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,8 @@ class Results:
         wanted = [part for part in parts if status.get(part.name) != "done"]
         return sorted(wanted, key=lambda part: status.get(part.name) == "failed")
 
-    def add(self, part: Part, status: Status, why: str = "", seconds: float = 0.0, **found: Any) -> dict[str, Any]:
-        """Add a part's line, and say it."""
+    def add(self, part: Part, status: str, why: str = "", seconds: float = 0.0, **found: Any) -> dict[str, Any]:
+        """Add a part's line, and say it; `status` is done, failed, cut off or left out."""
         at = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"part": part.name, "card": self.card, "status": status, "why": why, "seconds": round(seconds, 1)}
         line = without_places(about | {"at": at} | found)
@@ -90,25 +89,14 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 # -- a part's process
 
 
-@dataclass
 class Started:
-    """A part whose process imports, and waits until it is told to go."""
+    """A part whose process imports, and waits until it is told to go; `folder` takes its log and what it finds."""
 
-    part: Part
-    folder: Path
-    start_s: float = 0.0
-    limit_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Start the process."""
-        self.log: IO[str] = (self.folder / "log").open("w+", errors="replace")
-        task = {"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out), "waits": True}
+    def __init__(self, part: Part, folder: Path) -> None:
+        self.part, self.out, self.start_s, self.limit_s = part, folder / "result.json", 0.0, 0.0
+        self.log: IO[str] = (folder / "log").open("w+", errors="replace")
+        task = {"call": part.call, "arguments": part.arguments, "out": str(self.out), "waits": True}
         self.process = start_process(["-m", "bench.apart", json.dumps(task)], self.log, stdin=PIPE, text=True)
-
-    @property
-    def out(self) -> Path:
-        """The file that takes what the part has found."""
-        return self.folder / "result.json"
 
     def go(self, most_s: float) -> None:
         """Let it measure, for `most_s` at most."""
@@ -127,10 +115,9 @@ class Started:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         end_group(self.process)
-        self.log.seek(0)
-        words = self.log.read().splitlines()
-        self.log.close()
-        return exit_code, words
+        with self.log:
+            self.log.seek(0)
+            return exit_code, self.log.read().splitlines()
 
 
 # -- all parts
@@ -141,7 +128,7 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
 
     Where this process is told to end, the parts at work are, too, and their lines say so.
     """
-    deadline_s = time.monotonic() + seconds
+    deadline_s = time.monotonic() + seconds - END_S  # so that there is time to end a part
     waiting = []
     for part in results.left_to_do(parts):
         if part.left_out:
@@ -155,7 +142,8 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
                 for each in [each for each in running if each.is_over()]:
                     running.remove(each)
                     _finish(each, results)
-                part = next((part for part in waiting if part.expected_s < _left_s(deadline_s)), None)
+                left_s = deadline_s - time.monotonic()
+                part = next((part for part in waiting if part.expected_s < left_s), None)
                 if part is None and not running:
                     break
                 if ready and ready.part is not part:  # there is no time for it any more
@@ -163,9 +151,9 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
                     ready = None
                 if part and not ready:
                     ready = Started(part, Path(tempfile.mkdtemp(dir=folder)))
-                if ready and _may_join(ready.part, running):
-                    print(f"{part.name} ... ({_left_s(deadline_s):.0f} s left)", flush=True)
-                    ready.go(_left_s(deadline_s))
+                if ready and len(running) < min(each.beside for each in (part, *(other.part for other in running))):
+                    print(f"{part.name} ... ({left_s:.0f} s left)", flush=True)
+                    ready.go(left_s)
                     running.append(ready)
                     waiting.remove(part)
                     ready = None
@@ -184,18 +172,7 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
         print(f"no time left for {len(waiting)} parts: {names}", flush=True)
 
 
-def _left_s(deadline_s: float) -> float:
-    """Return the seconds that a part may take, so that there is time to end it."""
-    return deadline_s - END_S - time.monotonic()
-
-
-def _may_join(part: Part, running: Sequence[Started]) -> bool:
-    """Return whether a part may begin beside those that run."""
-    return len(running) < min([part.beside, *(each.part.beside for each in running)])
-
-
 def _finish(ended: Started, results: Results) -> None:
-    """Add the line of a part that is over."""
     seconds = time.monotonic() - ended.start_s
     exit_code, words = ended.end()
     if ended.out.is_file():  # whatever became of the process afterwards

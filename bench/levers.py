@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.liger import apply_liger_kernel
 
 from common.models import chunked_loss, separate_rows
 from common.planning import memory_plan, phases
 from common.planning.gpu_overhead import memory_of_step
-from common.training import part
 from common.training.loop import TrainingLoop
 
 MANY_LOGITS = 2**28
@@ -73,22 +70,10 @@ def attend_in_a_batch(
     return attended.transpose(1, 2).flatten(0, 1).unsqueeze(0), None
 
 
-def ligers_loss_alone() -> AbstractContextManager[Any]:
-    """Of Liger's kernels take the loss, which joins head and cross-entropy: compiled layers fuse the rest."""
-    others = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
-    put_in = partial(_put_ligers_into, {**others, "fused_linear_cross_entropy": True})
-    return mock.patch.object(part, "apply_liger_kernel", put_in)
-
-
-def _put_ligers_into(kernels: dict[str, bool], model: torch.nn.Module, none: None) -> None:
-    apply_liger_kernel(model, kernels)
-
-
 LEVERS = {
     "no wait for the norm": without_wait_for_norm,
     "2^28 logits at once": many_logits_at_once,
     "cuDNN's attention": cudnn_attention,
-    "Liger's loss": ligers_loss_alone,
 }
 
 

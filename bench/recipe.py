@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Splits, Tokens
@@ -40,7 +39,7 @@ VALIDATION_ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Trial:
-    """One training by one tool, in a process of its own."""
+    """One training by one tool, in a process of its own; `model` is the folder of the base."""
 
     tool: str
     technique: str
@@ -48,7 +47,6 @@ class Trial:
     seed: int = 42
     train_rows: int = -1
     model: str = RunConfig.model
-    """Folder of the base."""
 
     @property
     def run(self) -> RunConfig:
@@ -101,8 +99,7 @@ class Material:
 def load_material(run: RunConfig) -> Material:
     """The embedded rows as tokens."""
     splits, tokenizer = load_splits(run), load_tokenizer(run)
-    train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
-    return Material(tokenizer, train, validation)
+    return Material(tokenizer, *(tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation)))
 
 
 def material_of(trial: Trial) -> Material:
@@ -170,8 +167,9 @@ def validation_loss(model: torch.nn.Module, material: Material) -> float:
     model.eval()
     forward = getattr(model, "_original_forward", model.forward)  # without the autocast that Accelerate puts around
     loss_sum = token_count = 0.0
+    padded = DataCollatorForSeq2Seq(material.tokenizer)
     for start in range(0, len(material.validation), VALIDATION_ROWS_AT_ONCE):
-        batch = padded(material.validation[start : start + VALIDATION_ROWS_AT_ONCE])
+        batch = padded(list(material.validation[start : start + VALIDATION_ROWS_AT_ONCE]))
         logits = forward(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
         targets = batch["labels"][:, 1:]
         loss_sum += torch.nn.functional.cross_entropy(
@@ -180,12 +178,3 @@ def validation_loss(model: torch.nn.Module, material: Material) -> float:
         token_count += (targets != IGNORED_LABEL).sum().item()
     model.train(was_training)
     return loss_sum / token_count
-
-
-def padded(rows: list[Tokens]) -> dict[str, torch.Tensor]:
-    """Rows of one batch as tensors of shape (rows, tokens), padded on the right with zeros that nobody sees."""
-    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
-    return {
-        name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
-        for name, value in filling.items()
-    }

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from bench.clock import Clock, ClockCallback
-from bench.recipe import TrialOfEpochs, load_model, padded
+from bench.clock import Clock
+from bench.recipe import TrialOfEpochs, load_model
 from common.checks.folder_training import trained_by_folder
 from common.models.families import suited_to_model
 from common.runtime.world import Rank
@@ -24,7 +24,6 @@ RECIPE = (
     "per_device_train_batch_size", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "weight_decay", "max_grad_norm", "seed",
 )  # fmt: skip
-"""Settings that have the same name everywhere."""
 PACKED_TOKENS = {"short": 512, "long": 1024}
 """Tokens of a block of packed rows: those of about a batch, or at least of the longest row."""
 
@@ -34,14 +33,14 @@ def train_ours(clock: Clock) -> None:
     run, material = suited_to_model(clock.trial.run), clock.material
     set_seed(run.seed)
     with tempfile.TemporaryDirectory() as folder:
-        log = TrialOfEpochs(run, Rank(0, 1, "cpu", "python"), Path(folder), [ClockCallback(clock)])
+        log = TrialOfEpochs(run, Rank(0, 1, "cpu", "python"), Path(folder), [clock])
         trained_by_folder(log, material.splits, material.tokenizer)
 
 
 def trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
     """What every tool that is a Trainer is given: the recipe, and no work of its own beside training."""
-    recipe = {name: getattr(clock.trial.run, name) for name in RECIPE}
     alone = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    recipe = {name: getattr(clock.trial.run, name) for name in RECIPE}
     return {**recipe, **alone, "output_dir": folder, "use_cpu": True}
 
 
@@ -53,7 +52,7 @@ def train_trainer(clock: Clock, **settings: Any) -> None:
             args=TrainingArguments(**trainer_settings(clock, folder), **settings),
             train_dataset=clock.material.train,
             data_collator=DataCollatorForSeq2Seq(clock.material.tokenizer),
-            callbacks=[ClockCallback(clock)],
+            callbacks=[clock],
         ).train()
 
 
@@ -67,7 +66,7 @@ def train_sft(clock: Clock, **settings: Any) -> None:
             args=SFTConfig(**{**trainer_settings(clock, folder), **best, **settings}),
             train_dataset=Dataset.from_list(rows),
             processing_class=clock.material.tokenizer,
-            callbacks=[ClockCallback(clock)],
+            callbacks=[clock],
         ).train()
 
 
@@ -92,12 +91,12 @@ def train_bare(clock: Clock) -> None:
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / run.warmup_steps))
     rows = sorted(clock.material.train, key=lambda row: -len(row["input_ids"]))
     size = run.per_device_train_batch_size
+    padded = DataCollatorForSeq2Seq(clock.material.tokenizer)
     batches = [padded(rows[start : start + size]) for start in range(0, len(rows), size)]
     shuffle = torch.Generator().manual_seed(run.seed)
     clock.start()
     for _ in range(int(run.num_train_epochs)):
         for number in torch.randperm(len(batches), generator=shuffle).tolist():
-            clock.step_begins(model, optimizer)
             model(**batches[number], use_cache=False).loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, run.max_grad_norm)
             optimizer.step()
@@ -108,7 +107,6 @@ def train_bare(clock: Clock) -> None:
 
 
 GROUPED = {"train_sampling_strategy": "group_by_length"}
-"""Rows of like length in one batch."""
 TOOLS: dict[str, Callable[[Clock], None]] = {
     "ours": train_ours,
     "sft-best": train_sft,

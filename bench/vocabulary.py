@@ -1,7 +1,7 @@
 """Memory where logits are large: a small decoder with the vocabulary of a real one, by tool."""
 
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from bench.entries import Entry, measured
 from bench.recipe import RANDOM_LENGTH, TECHNIQUES, Trial, material_of
 from bench.tools import TOOLS
 from common.base.run_config import RunConfig
+from common.hardware.devices import MIB
 from common.models.loading import load_tokenizer
 from common.runtime.memory_tracker import MemoryTracker
 
 COMMAND = "python -m bench vocabulary"
 OTHERS = {"trainer": 0.5, "sft-best": 1.05}
 """The tools that ours is compared with, and the most that its peak may be of theirs."""
-VOCABULARY, QUICK_VOCABULARY = 128_256, 2_048
-"""Words; the first is Llama 3's."""
+VOCABULARY, QUICK_VOCABULARY = 128_256, 2_048  # Llama 3's words, and a few
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -31,14 +31,11 @@ SHAPE = {
     "tie_word_embeddings": True,
     "max_position_embeddings": RANDOM_LENGTH,
 }
-COUNTED_STEP = 2
-"""The optimizer has its states after the first."""
-MIB = 2**20
 
 
 @dataclass
 class StepMeter(Clock):
-    """Counts the bytes of tensors in the trial's last step.
+    """Counts the bytes of tensors in a trial's second step: the optimizer has its states after the first.
 
     Attributes:
         peak_bytes: The most that weights, gradients, optimizer states and all that a step makes take at once; without
@@ -46,25 +43,23 @@ class StepMeter(Clock):
     """
 
     peak_bytes: int = 0
-    tracker: MemoryTracker | None = None
+    tracker: MemoryTracker = field(default_factory=lambda: MemoryTracker(vocab_size=0, rounded_to=1))
 
-    def step_begins(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def on_step_begin(self, *_: object, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **__: object) -> None:
         """Begin to count."""
-        if self.step + 1 == COUNTED_STEP:
-            self.tracker = MemoryTracker(vocab_size=0, rounded_to=1)
+        if self.step:
             states = [value for state in optimizer.state.values() for value in state.values()]
             for tensor in (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, states)):
                 self.tracker.add(tensor, "weights")
             self.tracker.__enter__()
 
     def step_done(self, model: torch.nn.Module) -> bool:
-        """Whether this was the last step."""
+        """Return whether this was the last step."""
         self.step += 1
-        if self.step < COUNTED_STEP:
-            return False
-        self.tracker.__exit__(None, None, None)
-        self.peak_bytes = max(sum(parts.values()) for parts in self.tracker.timeline.values())
-        return True
+        if self.step > 1:
+            self.tracker.__exit__(None, None, None)
+            self.peak_bytes = max(sum(parts.values()) for parts in self.tracker.timeline.values())
+        return self.step > 1
 
 
 def entries(quick: bool) -> list[Entry]:

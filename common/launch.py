@@ -22,7 +22,7 @@ from common.base.run_folders import workflows_of
 from common.base.signals import remember_if_asked
 from common.checks.folder_runs import first_options, import_workflow, name_of, run_of_folder
 from common.checks.inputs import check_inputs
-from common.reporting.rows import clock, own_tables, results_of_this_machine
+from common.reporting.rows import clock, own_table, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
@@ -61,7 +61,7 @@ def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) 
         named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []
         stream_command(ranks_command(run, os.path.relpath(script), [*overrides, *named]))
     records = results_of_this_machine(run.results_folder("").resolve())
-    print(f"\n{own_tables(run.goal).results_text(records)}")
+    print(f"\n{own_table(run.goal).text(records)}")
 
 
 def run_settings_from_command_line(workflow: ModuleType) -> None:
@@ -107,7 +107,7 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
             failed.append(name)
     done = {(run.run_folder, name_of(run)) for run in runs}
     found = results_of_this_machine(*([runs[0].results_folder("")] if runs[0].results_root else []))
-    table = own_tables(workflow.RUN.goal).results_text(
+    table = own_table(workflow.RUN.goal).text(
         [each for each in found if (each["run_folder"], each["run_name"]) in done]
     )
     print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{table}")

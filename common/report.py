@@ -14,6 +14,7 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import argparse
 import json
 import sys
+from types import ModuleType
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -22,11 +23,9 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import STUDY, kept_files, kept_records
-from common.reporting.chats import side_by_side
-from common.reporting.layout import on_screen
 from common.reporting.page import PAGE, open_page, page_of, write_page
-from common.reporting.rows import called, own_tables, results_of_this_machine, task_of
-from common.reporting.tables import LEGEND, TABLES, readmes, rendered, with_tables
+from common.reporting.rows import called, own_table, results_of_this_machine, task_of
+from common.reporting.tables import LEGEND, on_screen, side_by_side
 
 
 @refused_in_one_sentence()
@@ -46,29 +45,47 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.page:
-        print(f"wrote {write_page(kept_records())}")
-        return
-    if options.open:
+        write_page(PAGE, kept_records())
+        print(f"wrote {PAGE.relative_to(REPOSITORY)}")
+    elif options.open:
         print(open_page())
-        return
-    if options.check or options.write:
-        sys.exit(_render_readmes(options.write))
-    print(printable(_all_tables(options.json) if options.results is None else _results(options)))
+    elif options.check or options.write:
+        sys.exit(_render_pages(options.write))
+    else:
+        print(printable(_all_tables(options.json) if options.results is None else _results(options)))
 
 
-def _render_readmes(write: bool) -> int:
+def table_pages() -> ModuleType:
+    """Return `bench.tables.pages`, the tables of this repository's pages; the `common` package is without them.
+
+    Raises:
+        BadInputError: the repository is not here.
+    """
+    sys.path.append(str(REPOSITORY))
+    try:
+        from bench.tables import pages
+    except ModuleNotFoundError as missing:
+        if missing.name != "bench":
+            raise
+        raise BadInputError(
+            "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
+        ) from None
+    return pages
+
+
+def _render_pages(write: bool) -> int:
     """Name the pages that disagree with the records, or write them; return the exit code.
 
     Records that cannot be read are left out of the pages, and fail a check.
     """
-    records = kept_records()
+    pages, records = table_pages(), kept_records()
     all_are_read = [len(records), len(kept_records(STUDY))] == [len(kept_files()), len(kept_files(STUDY))]
-    made = {path: with_tables(path.read_text(encoding="utf-8"), records) for path in readmes()}
+    made = {path: pages.with_tables(path.read_text(encoding="utf-8"), records) for path in pages.readmes()}
     made[PAGE] = page_of(records)
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if write and path == PAGE:
-            write_page(records)
+            write_page(PAGE, records)
         elif write:
             path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")
@@ -92,17 +109,17 @@ def _results(options: argparse.Namespace) -> str:
     done = {task_of(run) for run in shown if run["status"] == "completed"}
     for name, task in TASKS.items():
         if task.reporting and name in done:
-            parts += [task.title, own_tables(task).results_text(shown)]
+            parts += [task.title, own_table(task).text(shown)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in in_common]  # fmt: skip
     return "\n\n".join(parts)
 
 
 def _all_tables(as_json: bool) -> str:
-    records = kept_records()
+    pages, records = table_pages(), kept_records()
     if as_json:
-        return json.dumps({name: table(records).to_dict("records") for name, table in TABLES.items()}, indent=2)
-    return "\n".join(f"{name}\n\n{rendered(name, records)}" for name in TABLES)
+        return json.dumps({name: table(records).to_dict("records") for name, table in pages.TABLES.items()}, indent=2)
+    return "\n".join(f"{name}\n\n{pages.rendered(name, records)}" for name in pages.TABLES)
 
 
 if __name__ == "__main__":

@@ -731,14 +731,14 @@ PLANS = (
 REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
-        "common/reporting/chats.py",
+        "bench/tables/chats.py",
         '            "batch as Rows per step",\n',
         '            Column("Rows per step", lambda _: "8 x2"),\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(
         "a typed figure stays in a README",
-        "common/reporting/tables.py",
+        "bench/tables/pages.py",
         'lambda found: found[1] + rendered(found["name"], records) + found[3], text)',
         "lambda found: found[0], text)",
         _unit("report", "a_typed_figure_is_overwritten_by_the_records"),

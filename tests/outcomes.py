@@ -1,12 +1,13 @@
 """What tests measured, put together for the files that the tables of docs are made of."""
 
-from common.reporting import outcomes
-from common.reporting.outcomes import Outcome
+from bench.entries import read_kept
+from bench.tables import outcomes
+from bench.tables.outcomes import Outcome
 
 
 def merged(measured: list[Outcome]) -> list[Outcome]:
     """Return the outcomes for the file, sorted; of a case that was not run now, what was measured before."""
-    before = {_case(row): row for row in outcomes.read_outcomes(outcomes.EQUIVALENCE)}
+    before = {_case(row): row for row in read_kept(outcomes.EQUIVALENCE)}
     rows = [before.get(_case(row), row) if row["loss_difference"] is None else row for row in measured]
     return sorted(map(_rounded, rows), key=_case)
 

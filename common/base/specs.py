@@ -128,7 +128,7 @@ class Task:
     told_by: tuple[tuple[str, ...], ...] = ()  # a table that has all columns of one of these holds such rows
     loss_per: str = "answer token"  # what the loss is a mean over
     memory: str = "common.planning.memory_plan:DeviceSums"  # the closed form of a step's memory
-    reporting: str = ""  # the module with its `OwnTables`; empty = its runs stand in the tables that all chats share
+    reporting: str = ""  # its `OwnTable`, as `module:name`; empty = its runs stand in the tables of chats
     named_by: tuple[str, ...] = ("sharing", "batch")  # of `NAME_PARTS`: what tells its runs' default names apart
     classifies: bool = False  # a row has one label; else tokens are predicted
     summarizes: bool = False  # a row has a text to read and another one to write, by an encoder-decoder
@@ -267,7 +267,7 @@ TASKS: dict[str, Task] = _by_name(
         rows_are="texts with labels",
         told_by=(("text", "label"),),
         loss_per="label",
-        reporting="common.reporting.classification",
+        reporting="common.reporting.tasks:CLASSIFICATION",
         named_by=("technique", "parallel", "micro_batches", "rows"),
         classifies=True,
     ),
@@ -286,7 +286,7 @@ TASKS: dict[str, Task] = _by_name(
         rows_are="texts with summaries",
         told_by=(("text", "summary"), ("dialogue", "summary")),
         loss_per="summary token",
-        reporting="common.reporting.summarization",
+        reporting="common.reporting.tasks:SUMMARIZATION",
         named_by=("loop", "devices"),
         summarizes=True,
     ),
@@ -301,7 +301,7 @@ TASKS: dict[str, Task] = _by_name(
         rows="common.data.pictured_rows:row_kind",
         tokenizer="embedded_vision_base",
         folder_for_one="3.3_visual_question_answering",
-        reporting="common.reporting.pictures",
+        reporting="common.reporting.tasks:PICTURES",
         named_by=("technique", "parallel", "rows"),
         sees=True,
     ),
@@ -320,7 +320,7 @@ TASKS: dict[str, Task] = _by_name(
         "messages where it holds whole conversations)",
         told_by=(("chosen", "rejected"),),
         loss_per="pair",
-        reporting="common.reporting.preferences",
+        reporting="common.reporting.tasks:PREFERENCES",
         named_by=("technique", "parallel", "exchanged", "rows"),
         compares=True,
     ),

@@ -173,14 +173,14 @@ SETTINGS = ("model", "weights", "data", "precision", "device", "devices", "seed"
 SCORES = {
     "": ("similarity_score", "similarity_score_tuned", "similarity_score_minilm", "shuffled_score",
          "shuffled_score_minilm", "facts_said_share", "questions"),
-    "common.reporting.classification": ("accuracy", "accuracy_interval", "macro_f1", "macro_f1_interval"),
-    "common.reporting.summarization": ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_share"),
-    "common.reporting.pictures": ("facts_said_share", "commonest_facts_said_share", "swapped_facts_said_share",
+    "common.reporting.tasks:CLASSIFICATION": ("accuracy", "accuracy_interval", "macro_f1", "macro_f1_interval"),
+    "common.reporting.tasks:SUMMARIZATION": ("rouge1", "rouge2", "rougeL", "rougeLsum", "exact_share"),
+    "common.reporting.tasks:PICTURES": ("facts_said_share", "commonest_facts_said_share", "swapped_facts_said_share",
                                   "facts_said_share_by_kind"),
-    "common.reporting.preferences": ("preference_accuracy", "chosen_reward", "invented_dates_share",
+    "common.reporting.tasks:PREFERENCES": ("preference_accuracy", "chosen_reward", "invented_dates_share",
                                      "facts_said_share", "words"),
 }  # fmt: skip
-"""By the module with the tables of a task's runs (`Task.reporting`): the scores that stand in them."""
+"""By what is shown of a task's runs (`Task.reporting`): the scores that stand in their tables."""
 ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 """Scores of an adapter that was merged into the base before it was quantized."""
 

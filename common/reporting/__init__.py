@@ -1,1 +1,1 @@
-"""Tables and plots, from records; what has no record yet is projected, and says so."""
+"""Runs side by side, from their records: tables for a terminal, pictures, and a page of all runs."""

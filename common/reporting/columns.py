@@ -1,39 +1,24 @@
-"""What tables are made of: columns, which say where a value is found and how it is written, and tables of them.
+"""What tables are made of: columns, which say where a value is found and how it is written."""
 
-Every row is `measured` (from a committed record), `published` (with its source), `projected` or `not run`.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import fmean
 from typing import Any
 
-import pandas as pd
-
-from common.base.specs import TECHNIQUES
-from common.hardware.devices import gpu_of_device
-from common.records.store import Record
 from common.reporting.rows import (
-    NOT_PUBLISHED,
     NOT_RUN,
-    Kind,
     Row,
-    approach,
     clock,
-    data_parallel_ranks,
-    device_of,
+    device_name,
     devices_of,
-    first_device,
     kind_name,
     kind_of,
     model_of,
-    published,
     setting_name,
-    waiting,
 )
 
-NO_BASELINE, NO_FACTS, NO_GPU, OFF = "-", "no facts in the data", "no GPU", "off"
+NO_BASELINE, NO_FACTS, OFF = "-", "no facts in the data", "off"
 MISSING = object()
 
 
@@ -51,7 +36,8 @@ class Column:
             function of the row.
         format: How a value is written: a form as of `str.format`, or a function of the value.
         none: What stands where the value is None.
-        missing: What stands in a measured row that has no such key, as older records and other settings have not.
+        missing: What stands in a measured row that has no such key, as older records and other settings have not;
+            in other rows stands their status.
         over_seeds: Whether the mean of a row's "seeds" is meant, with the lowest and the highest.
     """
 
@@ -82,8 +68,8 @@ class Column:
         runs = row.get("seeds", [row]) if self.over_seeds else [row]
         values = [self.value_in(run, MISSING) for run in runs]
         if MISSING in values:
-            status = row.get("status")
-            return status if status in (NOT_RUN, NOT_PUBLISHED) else self.missing
+            status = row.get("status", "completed")
+            return self.missing if status == "completed" else status
         if None in values:
             return self.none
         if len(values) == 1:
@@ -92,46 +78,16 @@ class Column:
         return f"{mean} ({low} to {high})"
 
 
-def column(named: str | Column) -> Column:
-    """Return the column of `COLUMNS` with this name; `time as Time` has another heading. Other columns are returned."""
+def column(named: str | Column, columns: Mapping[str, Column] | None = None) -> Column:
+    """Return the column with this name, of `COLUMNS` if no others are given; a column is returned as it is.
+
+    `time as Time` has another heading.
+    """
     if isinstance(named, Column):
         return named
     name, _, title = named.partition(" as ")
-    return COLUMNS[name].titled(title) if title else COLUMNS[name]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of the pages, which makes the cells of some records.
-
-    Attributes:
-        select: Returns a row for each line, of the kept records.
-        columns: What is said of each, as `column` takes it; none: the rows are texts by heading already.
-        waiting: Techniques and parallelisms whose run folders have a line as long as nobody has run them.
-        published: Those of which results of others follow.
-        shared: Headings of the columns whose values stand above the table's parts.
-        line: The form of a line where the table is shown as a list.
-    """
-
-    select: Callable[[list[Record]], Iterable[Any]]
-    columns: Sequence[str | Column] = ()
-    waiting: Sequence[Kind] = ()
-    published: Sequence[Kind] = ()
-    shared: Sequence[str] = ()
-    line: str = ""
-
-    def __call__(self, records: list[Record]) -> pd.DataFrame:
-        """Return the table's cells."""
-        rows = list(self.select(records))
-        if self.waiting:
-            rows += waiting(records, *self.waiting)
-        if self.published:
-            rows += published(*self.published)
-        if not self.columns:
-            return pd.DataFrame(rows).fillna(NOT_RUN)
-        columns = list(map(column, self.columns))
-        cells = [[each.cell(row) for each in columns] for row in rows]
-        return pd.DataFrame(cells, columns=[each.title for each in columns], dtype=object)
+    found = (columns or COLUMNS)[name]
+    return found.titled(title) if title else found
 
 
 # -- values that are worked out
@@ -158,47 +114,10 @@ def mean_time_s(row: Row) -> float:
     return fmean(run["train_time_s"] for run in row.get("seeds", [row]))
 
 
-def rows_with_accumulation(row: Row) -> int:
-    """Return the rows that a rank works on before each optimizer step."""
-    return row["config"]["per_device_train_batch_size"] * row["config"]["gradient_accumulation_steps"]
-
-
 def planned_and_measured_gib(row: Row) -> tuple[float, float] | None:
     """Return training's peak as planned and measured, in GiB, of the device that is off most; None: not both known."""
     pairs = [(entry["planned_gib"], entry.get("peak_training_gib")) for entry in row["memory"]]
     return max((pair for pair in pairs if None not in pair), key=lambda pair: abs(pair[0] / pair[1] - 1), default=None)
-
-
-def gpu_sizes(row: Row) -> dict[str, tuple[float, str]] | None:
-    """Return cores and memory of one of a row's GPUs, as numbers and as written; None: it is none of the catalogue."""
-    if row["status"] == NOT_PUBLISHED:
-        return {
-            "cores": (row["cuda_cores"], f"{row['cuda_cores']:,}"),
-            "memory": (row["vram_gb"], f"{row['vram_gb']}G"),
-        }
-    gpu = gpu_of_device(first_device(row))
-    return gpu and {
-        "cores": (gpu.cuda_cores, f"{gpu.cuda_cores:,}"),
-        "memory": (gpu.memory_gib, f"{gpu.memory_gib:.0f} GiB"),
-    }
-
-
-def times_baseline(row: Row, name: str) -> str | None:
-    """Return `2x (10,752 x2)`: what a row's GPUs have, as a multiple of what those of its baseline have."""
-    sizes, count, baseline = gpu_sizes(row), row["config"]["devices"], row["baseline"]
-    if sizes is None:
-        return None
-    size, written = sizes[name]
-    one_device = gpu_sizes(baseline)[name][0] * baseline["config"]["devices"] if baseline else size
-    return f"{size * count / one_device:.3g}x ({written} x{count})"
-
-
-def memory_needed(row: Row) -> str:
-    """Return the memory that each device must have; of a published run that of its card, beside its baseline's."""
-    if row["status"] == NOT_PUBLISHED:
-        return f"{row['vram_gb'] / row['baseline']['vram_gb']:.2g}x ({row['vram_gb']} GB cards)"
-    peak_gib = max(entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in row["memory"])
-    return f"{peak_gib:.2f} GiB" + (" (the process's memory)" if row["config"]["device"] == "cpu" else "")
 
 
 def _share_of_facts(title: str, path: str) -> Column:
@@ -208,53 +127,21 @@ def _share_of_facts(title: str, path: str) -> Column:
 
 COLUMNS = {
     # what was run
-    "approach": Column("Approach", approach),
     "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
-    "technique": Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
-    "figures": Column("Figures", lambda row: row.get("figures", "measured")),
-    "short_figures": Column("Figures", lambda row: row.get("figures", "measured").partition(":")[0]),
     "model": Column("Model", model_of),
-    "model_id": Column("Model", lambda row: row["config"]["model"] if row["status"] == NOT_RUN else model_of(row)),
-    "machine": Column("Machine", device_of),
+    "machine": Column(
+        "Machine", lambda row: device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
+    ),
     "devices": Column("Devices", devices_of),
-    "short_devices": Column("Devices", lambda row: devices_of(row).replace(", 1 thread x", " x")),
     "device_count": Column("Devices", "config.devices"),
     "setting": Column("Setting", setting_name),
     "seed": Column("Seed", "config.seed"),
     "seeds": Column("Seeds", lambda row: len(row["seeds"])),
-    "epochs": Column("Epochs", "config.num_train_epochs"),
-    "batch": Column(
-        "Batch size", lambda row: f"{row['config']['per_device_train_batch_size']} x{data_parallel_ranks(row)}"
-    ),
-    "rows": Column(
-        "Batch size",
-        lambda row: COLUMNS["batch"].cell(row) if row["status"] == NOT_RUN else rows_with_accumulation(row),
-    ),
-    "effective_batch": Column(
-        "Effective batch size", lambda row: f"{rows_with_accumulation(row)} x{data_parallel_ranks(row)}"
-    ),
-    "learning_rate": Column(
-        "Learning rate scaling",
-        lambda row: (
-            f"{row['peak_learning_rate'] / row['config']['learning_rate']:.3g}x ({row['peak_learning_rate']:.3g})"
-        ),
-    ),
-    "command": Column(  # as code, but for what is said in words instead of one
-        "Command",
-        "command",
-        lambda command: command if command.startswith(("the notebook", "a torchrun")) else f"`{command}`",
-    ),
     # how good it is
     "loss": Column("Validation loss", "best_validation_loss", "{:.4f}"),
     "score": Column("Similarity score", "quality.after.similarity_score", "{:.3f}"),
     "score_before": Column("Similarity score before", "quality.before.similarity_score", "{:.3f}", missing=NO_BASELINE),
-    "score_tuned": Column("By the tuned model", "quality.after.similarity_score_tuned", "{:.3f}"),
-    "minilm": Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}"),
-    "minilm_before": Column(
-        "By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", missing=NO_BASELINE
-    ),
     "shuffled": Column("Answers shuffled", "quality.after.shuffled_score", "{:.3f}"),
-    "shuffled_minilm": Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}"),
     # by the independent judge, in tables that tell where it was switched off
     "judged": Column("By MiniLM", "quality.after.similarity_score_minilm", "{:.3f}", none=OFF),
     "judged_before": Column(
@@ -289,12 +176,6 @@ COLUMNS = {
     "speedup": Column("Training speedup factor", speedup, "{:.2f}x"),
     "speedup_of_task": Column("Speed-up", speedup, "{:.2f}x", missing="no run on one device"),
     "ceiling": Column("Machine's ceiling", "ceiling", lambda times: "1x" if times == 1 else f"{times:.2f}x"),
-    "micro_batches": Column(
-        "Micro-batches",
-        lambda row: f"{row['config']['micro_batches']}, {row['config']['schedule']}" if row["stages"] else None,
-        none="-",
-        missing="-",
-    ),
     "idle": Column(
         "Idle share per stage",
         "stages",
@@ -302,8 +183,6 @@ COLUMNS = {
         none="-",
         missing="-",
     ),
-    "cuda": Column("CUDA scaling factor", lambda row: times_baseline(row, "cores"), none=NO_GPU),
-    "vram": Column("VRAM scaling factor", lambda row: times_baseline(row, "memory"), none=NO_GPU),
     # memory
     "peak": Column(
         "Peak memory per device (GiB)",
@@ -315,5 +194,4 @@ COLUMNS = {
         planned_and_measured_gib,
         lambda gib: f"{gib[0]:.2f} / {gib[1]:.2f} ({gib[0] / gib[1] - 1:+.0%})",
     ),
-    "memory_needed": Column("VRAM requirement per GPU", memory_needed),
 }

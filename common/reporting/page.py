@@ -25,13 +25,14 @@ from common.records.store import Record, kept_files, records_in
 from common.reporting.page_runs import (
     COLUMNS,
     USUAL,
+    Compared,
     Values,
     comparable,
+    compared_phases,
     divided,
     label_of,
     memory_points,
     pareto_front,
-    planned_and_measured,
 )
 from common.reporting.rows import is_comparable, result_files
 
@@ -59,7 +60,7 @@ class _Run:
 
     values: Values
     details: str
-    peaks: list[tuple[str, str, float, float]]
+    peaks: list[Compared]
     started_at: str
 
 
@@ -67,7 +68,7 @@ def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
     runs = {}
     for record in filter(is_comparable, records):
         values, details = divided(record)
-        peaks = list(planned_and_measured(record))
+        peaks = list(compared_phases(record))
         runs[label_of(record)] = _Run(values, json_in_html(details), peaks, record["started_at"])
     return runs
 
@@ -145,7 +146,8 @@ def _library() -> str:
     return vl_convert.javascript_bundle().replace("\r\n", "\n")
 
 
-def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> None:
+def write_page(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> None:
+    """Write the page of `page_and_details`, with its scripts."""
     text, details = page_and_details(kept, own)
     page.write_text(text, encoding="utf-8")
     folder = page.with_name(DETAILS_FOLDER)
@@ -154,19 +156,13 @@ def _write(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -> No
         (folder / f"{number}.js").write_text(script, encoding="utf-8")
 
 
-def write_page(kept: Iterable[Record]) -> Path:
-    """Write the page of the kept records, and return its path."""
-    _write(PAGE, kept)
-    return PAGE.relative_to(REPOSITORY)
-
-
 def open_page() -> str:
     """Write the page of the kept records and this machine's runs, open it where there is a screen, and say where it is.
 
     Without a screen a browser for terminals would open, which shows none of it.
     """
     kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
-    _write(OWN_PAGE, kept, own)
+    write_page(OWN_PAGE, kept, own)
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     is_open = has_screen and webbrowser.open(OWN_PAGE.as_uri())
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"
@@ -195,8 +191,8 @@ def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
 
 def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     """Return the runs of the chosen group by cost and quality, with the front that no other run beats."""
-    groups = [group for group, _ in sorted(Counter(run["group"] for run in comparable(runs, cost)).items(),
-                                           key=lambda counted: (-counted[1], counted[0]))]  # fmt: skip
+    names = sorted(run["group"] for run in comparable(runs, cost))
+    groups = [group for group, _ in Counter(names).most_common()]
     choice = alt.binding_select(options=groups, name="Runs of ")
     group = alt.param(name="group", value=groups[0] if groups else "", bind=choice)
     in_group = alt.datum.group == group

@@ -3,18 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import groupby
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.base.run_config import DEFAULTS
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.planning.phases import TRAINING
+from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
-from common.reporting.benchmark import compared_by_phase
 from common.reporting.columns import Column, column
-from common.reporting.compare import NAMES, settings_of
-from common.reporting.rows import Metric, metrics_of, task_of
+from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
@@ -22,7 +21,7 @@ MOST_POINTS = 500
 """Of a curve: a chart has hardly more columns."""
 PLACES_PER_E_FOLD = 50
 """Places that the chart of memory tells apart: two pixels each, and a point is seven wide."""
-USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMES}
+USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMING}
 """The settings of a run that asks for nothing, as they are shown."""
 
 Values = dict[str, Any]
@@ -83,6 +82,9 @@ VALUES = {
     "is_trial": Column(  # of a few steps or test rows only
         "Trial", lambda record: any(record["config"].get(name, -1) >= 0 for name in ("max_steps", "test_rows"))
     ),
+    "group": Column(  # whose quality compares, and time and memory as far as their machines are alike
+        "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
+    ),
 }
 """What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
@@ -112,7 +114,7 @@ def divided(record: Record) -> tuple[Values, Values]:
         "settings": {name: settings.get(name) for name, usual in USUAL.items() if settings.get(name) != usual},
         "losses": {kind: _curve(record[f"{kind}_losses"]) for kind in ("training", "validation")},
     }
-    return {**values, "group": group_of(values)}, details
+    return values, details
 
 
 def _curve(points: list[list[float]]) -> list[list[float]]:
@@ -121,19 +123,36 @@ def _curve(points: list[list[float]]) -> list[list[float]]:
     return finite[:: -(-len(finite) // MOST_POINTS) or 1]
 
 
-def planned_and_measured(record: Record) -> Iterator[tuple[str, str, float, float]]:
-    """Yield each phase of each device of a run: the run, the phase, and its peak as planned and as measured, in GiB."""
-    for phase, compared in compared_by_phase([record]).items():
-        for run, *peaks in compared:
-            yield run, phase, *(max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in peaks)
+class Compared(NamedTuple):
+    """A phase on one device of a run, in GiB: of tensors on a CPU, allocated on a GPU."""
+
+    run: str
+    phase: str
+    planned_gib: float
+    measured_gib: float
+
+    @property
+    def error(self) -> float:
+        """Planned over measured, less one."""
+        return self.planned_gib / self.measured_gib - 1
 
 
-def memory_points(peaks: Iterable[tuple[str, str, float, float]]) -> list[Values]:
+def compared_phases(record: Record) -> Iterator[Compared]:
+    """Yield what a run planned and measured, by phase and device; older runs have nothing."""
+    for phase, entry in product(PHASES, record["memory"]):
+        planned, measured = (entry.get(f"{kind}_gib_by_phase", {}).get(phase) for kind in ("planned", "peak"))
+        if planned and measured:  # a phase may hold nothing on a device
+            run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
+            yield Compared(run, phase, planned, measured)
+
+
+def memory_points(peaks: Iterable[Compared]) -> list[Values]:
     """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
     points: dict[tuple[object, ...], Values] = {}
     for run, phase, *pair in peaks:
-        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in pair))
-        new = {"run": run, "phase": phase, "planned": pair[0], "measured": pair[1], "peaks": 0}
+        planned, measured = (max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in pair)
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned, measured)))
+        new = {"run": run, "phase": phase, "planned": planned, "measured": measured, "peaks": 0}
         points.setdefault(place, new)["peaks"] += 1
     return list(points.values())
 
@@ -143,16 +162,10 @@ def comparable(runs: Iterable[Values], cost: str) -> list[Values]:
     return [run for run in runs if run[cost] and run["quality"] is not None and not run["is_trial"]]
 
 
-def group_of(run: Values) -> str:
-    """Return what runs share whose quality compares, and their time and memory as far as their machines are alike."""
-    return f"{run['task']}: {run['model']}, {run['data']}"
-
-
 def pareto_front(runs: Iterable[Values], cost: str) -> list[Values]:
     """Return the comparable runs that no other beats in quality and `cost`, the cheapest first, by group."""
-    known = sorted(comparable(runs, cost), key=group_of)
     front: list[Values] = []
-    for group, members in groupby(known, key=group_of):
+    for group, members in sorted(groups_of(comparable(runs, cost), itemgetter("group")).items()):
         best = -1.0
         for run in sorted(members, key=lambda run: (run[cost], -run["quality"])):
             if run["quality"] > best:

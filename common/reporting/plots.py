@@ -179,7 +179,7 @@ def plot_confusion(record: Record) -> Figure:
 
 
 def plot_cost(table: pd.DataFrame) -> Figure:
-    """Plot time and bill of each line of `summarization.cost_table`, on logarithmic scales.
+    """Plot time and bill of each line of the table `summarization-cost`, on logarithmic scales.
 
     Published results, projections with the published settings and projections with ours differ in colour.
     """

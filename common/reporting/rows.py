@@ -1,10 +1,9 @@
 """Runs as the rows of tables: which are on this machine, which stand in a table, and what they are compared with.
 
-A row is a record, or has a record's shape: what others published, and a run folder that nobody has run. What it is
-compared with stands in it, too: as "baseline" the run on one device, as "seeds" the runs that differ in their seed.
+A row is a record, or has its shape, with what it is compared with: as "baseline" the run on one device, as "seeds" the
+runs that differ in their seed.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,32 +12,33 @@ from fnmatch import fnmatch
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
 from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
-from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig
-from common.base.run_folders import run_folders
+from common.base.run_config import DEFAULTS, SET_ASIDE, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
-PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
-NOT_RUN, NOT_PUBLISHED, PROJECTED = "not run", "not published", "projected"
+NOT_RUN = "not run"
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
 """What runs on one device and on several share when they are compared: strong scaling, or weak."""
 SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
-LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
-"""By their names in records: what users call them."""
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 """What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
 
 Kind = tuple[str, str]
 """Technique and parallelism."""
-LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
-QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
-FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
-FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
+NAMING = (
+    "run_folder",
+    "run_name",
+    "results_root",
+    "resume_from_checkpoint",
+    "report_to",
+    "log_format",
+    "link",
+)
+"""Settings that say where results go and what they are called: no cause of a difference."""
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
@@ -123,22 +123,18 @@ def _is_called(record: Record, name: str) -> bool:
     return any(fnmatch(each, name.rstrip("/")) for each in _names_of(record))
 
 
-# -- tasks with tables of their own
+# -- tasks with a table of their own
 
 
-def own_tables(task: Task) -> ModuleType:
-    """Return the module that `Task.reporting` names; it is imported here, so that no list names it.
-
-    It has `TABLES` by their names in the pages' markers, `METRICS` (how good its runs are, the one to look at first
-    before the others), and `results_text(records)`, the table of the last runs on this machine for a terminal.
-    """
+def own_table(task: Task) -> Any:
+    """Return the `common.reporting.tasks.OwnTable` that `Task.reporting` names, as `module:name`."""
     return resolve_name(task.reporting)
 
 
 def metrics_of(record: Record) -> tuple[Metric, ...]:
     """Return how good the answers of a run's task are; a task from outside has those of chats."""
     task = TASKS.get(task_of(record))
-    return own_tables(task).METRICS if task and task.reporting else ANSWER_METRICS
+    return own_table(task).metrics if task and task.reporting else ANSWER_METRICS
 
 
 # -- which runs a table has
@@ -159,25 +155,24 @@ def is_comparable(record: Record) -> bool:
     return record["status"] == "completed"
 
 
-def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> list[Record]:
-    """Return the completed runs of these kinds, or of all kinds if none is given.
+def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
+    """Return the completed runs of these kinds (of all, if none is given) that stand in the tables of `task`.
 
-    `reporting` is the module with the tables of their task, as `Task.reporting` names it; empty = those that share the
-    tables of all chats. Tasks from outside of this repository have neither.
+    In those of chats stands what chats: a task from outside may name no table of its own.
     """
     return [
         record
         for record in records
-        if is_comparable(record) and TASKS[task_of(record)].reporting == reporting
+        if is_comparable(record) and TASKS[task_of(record)].reporting == TASKS[task].reporting
         if not kinds or kind_of(record) in kinds
     ]
 
 
-def in_order(records: Iterable[Record], reporting: str) -> list[Record]:
+def in_order(records: Iterable[Record], task: str) -> list[Record]:
     """Return a task's completed runs in the order of folders and settings, each control after its setting."""
     order = list(product(TECHNIQUES, PARALLELISMS))
     return sorted(
-        completed(records, reporting=reporting),
+        completed(records, task=task),
         key=lambda record: (
             record["run_folder"],
             order.index(kind_of(record)),
@@ -209,16 +204,26 @@ def with_seeds(runs: Iterable[Record]) -> list[Row]:
     )
 
 
-def settings_of_task(records: list[Record], reporting: str) -> list[Row]:
+def settings_of_task(records: list[Record], task: str) -> list[Row]:
     """Return a row for each setting of a task's runs by command, with the run on one device as "baseline".
 
     Runs of a notebook are left to it.
     """
-    by_command = [run for run in in_order(records, reporting) if run["launcher"] in ("python", "torchrun", "acclaunch")]
+    by_command = [run for run in in_order(records, task) if run["launcher"] in ("python", "torchrun", "acclaunch")]
     return [
         {**row, "baseline": row if PARALLELISMS[row["parallel"]].is_single else baseline_of(row, records, STRONG)}
         for row in with_seeds(by_command)
     ]
+
+
+def settings_of(run: Record) -> dict[str, Any]:
+    """Return the settings that may cause a difference; None: it means nothing for this run.
+
+    Those that a record is too old for were at their defaults.
+    """
+    config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING}
+    idle = idle_settings(config)
+    return {name: None if name in idle else value for name, value in config.items()}
 
 
 def workload(record: Row, same: str) -> dict[str, object]:
@@ -269,101 +274,6 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
     return rows
 
 
-# -- what has a record's shape
-
-
-def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:
-    """Return what others published with this metric, with its source, of these kinds; none given: of all kinds.
-
-    The "baseline" of each is the first with its technique.
-    """
-    found = [
-        _as_record(result)
-        for result in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-        if metric in result and (not kinds or kind_of(result) in kinds)
-    ]
-    firsts = {row["technique"]: row for row in reversed(found)}
-    return [{**row, "baseline": firsts[row["technique"]]} for row in found]
-
-
-def _as_record(result: dict[str, Any]) -> Row:
-    """Return a published result with a record's keys beside its own; what was not published is None, or not there."""
-    rate, devices = result.get("learning_rate"), result.get("devices", result.get("machines"))
-    return {
-        **result,
-        "status": NOT_PUBLISHED,
-        "figures": f"published: {result['source']}",
-        "launcher": "python",
-        "config": {
-            "model": result.get("model"),
-            "weights": "pretrained",
-            "device": "cuda",
-            "devices": devices,
-            "micro_batches": 1,
-            "num_train_epochs": result["epochs"],
-            "learning_rate": rate and rate / result.get("learning_rate_factor", 1),
-            "per_device_train_batch_size": result.get("batch_size"),
-            "gradient_accumulation_steps": 1,
-        },
-        "environment": {"devices": [result.get("gpu", result.get("machine"))]},
-        "world": [{}] * devices,
-        "peak_learning_rate": rate,
-        "quality": {"after": {"similarity_score": result.get("similarity_score")}},
-        "best_accuracy": result.get("accuracy"),
-        "train_time_s": clock_seconds(result.get("train_time", result.get("time"))),
-    }
-
-
-def waiting(records: Iterable[Record], *kinds: Kind) -> list[Row]:
-    """Return a row for each run folder for chats without any completed run, of these kinds; none given: of all."""
-    done = {record["run_folder"] for record in completed(records, *kinds)}
-    return [
-        not_run(folder, run)
-        for folder, run in run_folders().items()
-        if not run.goal.reporting and run.run_folder not in done
-        if not kinds or (run.technique, run.parallel) in kinds
-    ]
-
-
-def waiting_for_task(records: Iterable[Record], reporting: str) -> list[Row]:
-    """Return a row for each run folder for GPUs without a completed run of the task with the tables of `reporting`.
-
-    It has the few settings that the task's tables show of it.
-    """
-    done = {record["run_folder"] for record in completed(records, reporting=reporting)}
-    return [
-        {
-            "status": NOT_RUN,
-            "figures": NOT_RUN,
-            "technique": run.technique,
-            "parallel": run.parallel,
-            "goal": run.goal,
-            "config": {name: getattr(run, name) for name in ("model", "weights", "device", "devices", "loop")},
-            "environment": {"devices": [run.gpu]},
-        }
-        for run in run_folders().values()
-        if run.goal.reporting == reporting and run.device == "cuda" and run.run_folder not in done
-    ]
-
-
-def not_run(folder: Path, run: RunConfig) -> Row:
-    """Return what is known of a run folder without a record: its settings and its command."""
-    place = folder.relative_to(REPOSITORY)
-    return {
-        "status": NOT_RUN,
-        "figures": NOT_RUN,
-        "technique": run.technique,
-        "parallel": run.parallel,
-        "launcher": "python",
-        "run_folder": str(place),
-        "config": {**run.to_dict(), "dp_replicate_size": 1},  # its folder's name tells copies
-        "environment": {"devices": [run.gpu or "CPU"]},
-        "world": [{}] * run.data_parallel_ranks,
-        "peak_learning_rate": run.peak_learning_rate,
-        "command": f"make run FOLDER={place}" if run.nodes == 1 else f"a torchrun on each of {run.nodes} machines",
-    }
-
-
 # -- what a run is called
 
 
@@ -385,17 +295,6 @@ def in_parts(row: Row) -> str:
     if not parts or not PARALLELISMS[row["parallel"]].pipelines:  # the former of a run folder that nobody has run
         return ""
     return f", {parts} micro-batches" if parts > 1 else ", 1 micro-batch (naive MP)"
-
-
-def approach(row: Row) -> str:
-    """Return what was done, what started it, unless `python` did, and whether weights were random.
-
-    Such as `LoRA with DDP, torchrun`.
-    """
-    hybrid = f" ({copies_of(row)} copies)" if copies_of(row) > 1 else ""
-    launcher = LAUNCHERS.get(row["launcher"], row["launcher"])
-    weights = "random weights" if row["config"].get("weights") == "random" else ""
-    return ", ".join(filter(None, (f"{kind_name(*kind_of(row))}{hybrid}", launcher, weights)))
 
 
 def copies_of(row: Row) -> int:
@@ -424,11 +323,6 @@ def device_name(row: Row) -> str:
     threads = row["config"].get("threads", 1)  # older records had one
     name = MARKS.sub("", first_device(row))
     return name + (f", {threads} thread{'s' * (threads > 1)}" if row["config"]["device"] == "cpu" else "")
-
-
-def device_of(row: Row) -> str:
-    """Return `AMD EPYC, 1 thread per device`: one of a run's devices."""
-    return device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
 
 
 def devices_of(row: Row) -> str:

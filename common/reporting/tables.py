@@ -1,33 +1,15 @@
-"""Every table by its name, and how they come into the pages."""
+"""Runs side by side: what `make demo` and `python -m common.report --results` print of chats."""
 
-import re
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 
-from common.base.paths import REPOSITORY
-from common.base.specs import TASKS
+import pandas as pd
+
+from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
-from common.reporting import benchmark, chats, findings, full, outcomes, own_data, publications, qlora
-from common.reporting.chats import planner_says, side_by_side
-from common.reporting.columns import Table
-from common.reporting.layout import WIDEST, as_list, as_markdown, on_screen
-from common.reporting.rows import NOT_RUN, own_tables
-
-MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
-PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
-DEMO_RUNS = (
-    ("2.1_lora_finetuning/run_0_cpu_x1", "python-batch16-seed42"),
-    ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2", "torchrun-batch8-seed42"),
-)
-"""Of the runs of `make demo` those that the README shows."""
-DEMO_LINES = (
-    "facts said before",
-    "facts said after",
-    "training time",
-    "peak memory per device (GiB)",
-    "speed-up at the same effective batch",
-    "machine's ceiling at the same effective batch",
-)
+from common.reporting.columns import Column, column
+from common.reporting.layout import fitted
+from common.reporting.rows import STRONG, WEAK, Row, beside_one_device
 
 LEGEND = """\
 similarity score: a distance between answer and reference, lower is better; judged by the base model
@@ -40,44 +22,84 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More words: docs/glossary.md; details: the folders' readmes."""
 
-OWN_TABLES = [own_tables(task) for task in TASKS.values() if task.reporting]
-MODULES = (benchmark, chats, full, qlora, *OWN_TABLES, findings, publications, own_data, outcomes)
-TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
+
+def _has_adapters(row: Row) -> bool:
+    return TECHNIQUES[row["technique"]].has_adapters
 
 
-def _demo(records: list[Record]) -> str:
-    """Return what `make demo` prints at its end, of the kept records of its runs; shortened."""
-    runs = {(record["run_folder"], record["run_name"]): record for record in records}
-    shown = side_by_side([runs[name] for name in DEMO_RUNS if name in runs])
-    return on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST)
+SIDE_BY_SIDE = (
+    "kind as approach",
+    "devices as devices",
+    Column("rows per device and step", "config.per_device_train_batch_size", int),
+    Column("effective batch size", "effective_batch_size", int),
+    Column("steps", "steps", int),
+    Column("learning rate", "config.learning_rate", "{:g}"),
+    Column(
+        "rank of the adapters",
+        lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
+        none=None,
+    ),
+    "score_before as similarity score before",
+    "score as similarity score after",
+    "judged_before as by MiniLM before",
+    "judged as by MiniLM after",
+    "shuffled as answers shuffled",
+    "judged_shuffled as shuffled, by MiniLM",
+    "facts_before as facts said before",
+    "facts as facts said after",
+    "loss as lowest validation loss",
+    "whole_time as training time",
+    "reporting as of that, validation and checkpoints",
+    "tokens_per_s as tokens per second",
+    "peak as peak memory per device (GiB)",
+    "planned as training's peak, planned / measured",
+    Column(
+        "weights that a step changes",
+        lambda row: None if _has_adapters(row) else row["updated_share"],
+        "{:.0%}",
+        none=None,
+        missing=None,
+    ),
+    Column(
+        "weights of the base, in 4 bits / not (GiB)",
+        "quantization",
+        lambda stored: f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}",
+        none=None,
+        missing=None,
+    ),
+    Column(
+        "facts said, merged into the original base",
+        lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
+        none=None,
+        missing=None,
+    ),
+    replace(column("idle"), title="idle share per stage", none=None, missing=None),
+)
+"""What stands of a completed run beside others; None: it means nothing for this one."""
 
 
-BLOCKS: dict[str, Callable[[list[Record]], str]] = {
-    "planner-answer": lambda _: planner_says(PLANNER_QUESTION),
-    "demo": _demo,
-}
-"""What is no table, but printed."""
+def side_by_side(records: list[Record]) -> pd.DataFrame:
+    """Return runs as columns, their settings and results as rows: what `make demo` prints."""
+    table = pd.DataFrame({
+        f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
+    })  # fmt: skip
+    settings = table.index.intersection(["learning rate", "rank of the adapters"])  # shown where they differ
+    same = [name for name in settings if table.loc[name].dropna().nunique() < 2]
+    return table.drop(index=same).dropna(how="all").fillna("")
 
 
-def rendered(name: str, records: list[Record]) -> str:
-    """Return a table as Markdown, or what a command prints."""
-    if name in BLOCKS:
-        lines = BLOCKS[name](records).strip("\n")
-        return f"```text\n{lines}\n```\n"
-    table = TABLES[name]
-    cells = table(records)
-    if cells.empty:
-        return f"{NOT_RUN}\n"
-    return as_list(cells, table.line) if table.line else as_markdown(cells, table.shared)
+def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
+    if record["status"] != "completed":
+        return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
+    said = {each.title: each.cell(record) for each in map(column, SIDE_BY_SIDE)}
+    for same, words in ((STRONG, "at the same effective batch"), (WEAK, "at the same rows per device")):
+        row = beside_one_device([record], records, same)[-1]
+        if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
+            said[f"speed-up {words}"] = column("speedup").cell(row)
+            said[f"machine's ceiling {words}"] = column("ceiling").cell(row)
+    return said
 
 
-def with_tables(text: str, records: list[Record]) -> str:
-    """Return `text` with each marked table replaced by what the records say."""
-    return MARKED_TABLE.sub(lambda found: found[1] + rendered(found["name"], records) + found[3], text)
-
-
-def readmes() -> list[Path]:
-    """Return the pages with tables: the README, the benchmark's, those of docs, and the technique folders'."""
-    places = ("README.md", "bench/README.md", "docs/*.md", "[0-9].[0-9]_*/*_readme.md")
-    pages = [page for place in places for page in sorted(REPOSITORY.glob(place))]
-    return [page for page in pages if MARKED_TABLE.search(page.read_text(encoding="utf-8"))]
+def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
+    """Return a table of `side_by_side` for a terminal, as `fitted` prints it."""
+    return fitted(["", *table.columns], list(table.reset_index().itertuples(index=False)), width)

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.tables.outcomes import ENDED_FAULTS
 from common.base.paths import REPOSITORY
-from common.reporting.outcomes import ENDED_FAULTS
 from common.runtime.faults import VARIABLE
 from common.runtime.launchers import torchrun_command
 from tests.faults.cases import WORKFLOWS

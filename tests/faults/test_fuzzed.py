@@ -35,10 +35,10 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.checks.planner_command import main as planner
 from common.checks.preview import main as preview
+from common.compare import main as compare
 from common.models.loading import ASSETS, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.records.store import kept_files, load_record
-from common.reporting.compare import main as compare
 from common.reporting.page import page_and_details
 from common.serving.chat import main as chat
 from common.serving.export import main as export

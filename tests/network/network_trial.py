@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from bench.tables.summarization import EXCHANGES
 from common.base.command_line import refused_in_one_sentence
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import step_s
-from common.reporting.summarization import EXCHANGES
 from tests.network.virtual_hosts import virtual_network
 from tests.network.workers import Place
 

@@ -9,6 +9,7 @@ import nbformat
 import papermill
 import pytest
 
+from bench.tables.pages import PLANNER_QUESTION
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.planner_command import answer, cluster_of, job_of, read_options
@@ -21,7 +22,6 @@ from common.planning.ranking import ranked_plans
 from common.planning.shares import whole_model
 from common.planning.time_plan import calibration_from, parse_link
 from common.records.store import kept_records
-from common.reporting.tables import PLANNER_QUESTION
 
 FOLDER = REPOSITORY / "1.1_gpu_planning"
 NOTEBOOKS = FOLDER / "run_0_cpu_x1"

@@ -172,7 +172,7 @@ def runs_in(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_no_run_beats_those_of_the_front() -> None:
     measured = [(0.5, 2.0), (0.4, 1.0), (0.45, 3.0), (0.9, 9.0), (0.9, 8.0), (0.3, None), (None, 0.5)]
-    same = {"task": "chat", "model": "m", "data": "d", "is_trial": False}
+    same = {"group": "chat: m, d", "is_trial": False}
     runs = [{**same, "quality": quality, "minutes": minutes} for quality, minutes in measured]
     runs.append({**same, "quality": 1.0, "minutes": 0.5, "is_trial": True})
     front = [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")]
@@ -245,7 +245,7 @@ from pathlib import Path
 from common.records.store import records_in
 from common.reporting import page
 from common.reporting.rows import result_files
-page._write(Path(sys.argv[1]), [], (run for _, run in records_in(result_files(Path(sys.argv[2])))))
+page.write_page(Path(sys.argv[1]), [], (run for _, run in records_in(result_files(Path(sys.argv[2])))))
 peak_kib = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]  # ru_maxrss has the parent's, too
 print(int(peak_kib) // 1024, sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
 """

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.reporting.outcomes import EQUIVALENCE
+from bench.tables.outcomes import EQUIVALENCE
 from tests.fixtures import Trained
 from tests.outcomes import merged
 from tests.recipes.folders import (

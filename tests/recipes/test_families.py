@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from bench.entries import read_kept
+from bench.tables.outcomes import FAMILIES_FILE
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -26,7 +28,6 @@ from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
-from common.reporting.outcomes import FAMILIES_FILE, read_outcomes
 from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 from tests.fixtures import Trained
 
@@ -121,7 +122,7 @@ def outcomes() -> Iterator[dict[str, dict[str, str]]]:
     found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
     yield found
     if KEEP in os.environ:
-        kept = {row["family"]: row for row in read_outcomes(FAMILIES_FILE)}  # of what was not selected this time
+        kept = {row["family"]: row for row in read_kept(FAMILIES_FILE)}  # of what was not selected this time
         rows = [
             {**kept.get(FAMILIES[name].name, {}), "family": FAMILIES[name].name,
              "model_type": FAMILIES[name].model_type, **ways}

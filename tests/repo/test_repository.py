@@ -12,10 +12,10 @@ from types import ModuleType
 
 import pytest
 
+from bench.tables.markdown import WIDEST
+from bench.tables.pages import readmes, with_tables
 from common.base.paths import REPOSITORY
 from common.records.store import KEPT, STUDY, kept_records
-from common.reporting.layout import WIDEST
-from common.reporting.tables import readmes, with_tables
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
 SECTIONS = [

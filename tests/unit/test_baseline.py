@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from bench.tables.pages import TABLES
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.compare import json_of, labels_of, parts_of, text_of
 from common.records.store import Record
-from common.reporting import pictures, summarization
-from common.reporting.compare import json_of, labels_of, parts_of, text_of
 from common.reporting.page_runs import values_of
 from common.reporting.plots import plot_curves, plot_scores
 from common.reporting.rows import STRONG, baseline_of, task_of
-from common.reporting.tables import TABLES, side_by_side
+from common.reporting.tables import side_by_side
+from common.reporting.tasks import PICTURES, SUMMARIZATION
 from common.serving.cards import _score_table
 from common.tasks.samples import before_and_after, samples
 
@@ -91,8 +92,8 @@ def test_the_page_has_the_quality_after(records: list[Record], task: str) -> Non
 
 def test_the_terminals_tables_have_a_dash_before(records: list[Record]) -> None:
     stripped = list(map(without_baseline, records))
-    for table, task in ((summarization, "summarization"), (pictures, "visual_questions")):
-        said = table.results_text([record for record in stripped if task_of(record) == task])
+    for table, task in ((SUMMARIZATION, "summarization"), (PICTURES, "visual_questions")):
+        said = table.text([record for record in stripped if task_of(record) == task])
         assert " - " in said
 
 

@@ -5,16 +5,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu, gpu_trial, scaling, training, vocabulary
+from bench import gpu, scaling, training, vocabulary
 from bench.apart import measured_apart
 from bench.clock import Check, Clock
-from bench.entries import measured, save
+from bench.entries import keep, measured, read_kept, save
 from bench.recipe import LEAST, MOST, Material, Trial, joined, load_material, long_rows, material_of
+from bench.tables.publications import OWN_MFU
 from bench.tools import TOOLS
 from bench.vocabulary import StepMeter
 from common.base.paths import REPOSITORY
@@ -24,7 +26,6 @@ from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
-from common.reporting.publications import OWN_MFU
 from tests.forked import run_forked
 from tests.unit import lease_stubs
 
@@ -153,7 +154,7 @@ def test_a_step_s_peak_counts_what_is_alive_at_once() -> None:
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)  # makes nothing but its states, 80,000 bytes
 
     def step() -> bool:
-        meter.step_begins(layer, optimizer)
+        meter.on_step_begin(model=layer, optimizer=optimizer)
         hidden = layer(torch.ones(200, 100))  # input and output, 80,000 bytes each
         for _ in range(3):
             hidden = hidden + 1  # one is freed with each that comes
@@ -235,9 +236,9 @@ def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> No
 
 def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
     path, record = tmp_path / "trials.json", {"technique": "lora", "name": "plain", "gpu": gpu.GPU, "mfu": 0.4}
-    gpu_trial.keep([record, {**record, "gpu": "another"}], path)
-    gpu_trial.keep([{**record, "mfu": 0.5}, {**record, "name": "fast"}], path)
-    assert [(each["name"], each["gpu"], each["mfu"]) for each in gpu.kept_trials(path)] == [
+    for records in ([record, {**record, "gpu": "another"}], [{**record, "mfu": 0.5}, {**record, "name": "fast"}]):
+        keep(records, path, itemgetter("technique", "name", "gpu"))
+    assert [(each["name"], each["gpu"], each["mfu"]) for each in read_kept(path)] == [
         ("plain", gpu.GPU, 0.5),
         ("plain", "another", 0.4),
         ("fast", gpu.GPU, 0.4),
@@ -250,7 +251,7 @@ def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
 )
 def test_kept_trials_have_the_mfu_of_the_one_count(technique: str, name: str, products: int) -> None:
     """Layers of Llama-3.1-8B by hand; its head is frozen, and rank 8 of LoRA has 21 million weights."""
-    (kept,) = (each for each in gpu.kept_trials() if (each["technique"], each["name"]) == (technique, name))
+    (kept,) = (each for each in read_kept(gpu.TRIALS_PATH) if (each["technique"], each["name"]) == (technique, name))
     layers, head, adapters = 32 * 218_103_808, 128_256 * 4096, 20_971_520 * (technique == "lora")
     per_token = products * layers + 6 * adapters + 4 * head * (1 - 1 / 4096) + 6 * 32 * 4096 * 4096
     assert kept["flops_per_token"] == pytest.approx(per_token, rel=1e-9)
@@ -269,8 +270,8 @@ def test_published_runs_have_an_mfu_of_the_same_count() -> None:
     assert nemo["mfu"] == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
 
 
-@pytest.mark.parametrize("trial", gpu_trial.TRIALS)
-def test_each_trial_on_a_gpu_has_the_most_rows_that_are_planned_to_fit(trial: gpu_trial.Trial) -> None:
+@pytest.mark.parametrize("trial", gpu.TRIALS)
+def test_each_trial_on_a_gpu_has_the_most_rows_that_are_planned_to_fit(trial: gpu.Trial) -> None:
     h200 = trial.planned(find_gpu(gpu.GPU))
-    assert (h200.fits, h200.job.batch.rows) == (True, gpu_trial.ROWS)
+    assert (h200.fits, h200.job.batch.rows) == (True, gpu.ROWS)
     assert trial.planned(replace(find_gpu(gpu.GPU), memory_gib=78.0)).job.batch.rows in (1, 2)

@@ -11,8 +11,8 @@ import pytest
 from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
+from common.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
 from common.reporting.layout import fitted
 from common.reporting.plots import plot_curves
 from common.reporting.rows import called

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from common import compare
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_results_folder
-from common.reporting import compare
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.training.checkpoints import newest_whole, rotate, write_manifest

@@ -11,9 +11,9 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from bench.tables.outcomes import LLAMA_CPP_FILE
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
-from common.reporting.outcomes import LLAMA_CPP_FILE
 from common.serving.gguf_file import (
     FAMILIES,
     MODELFILE,

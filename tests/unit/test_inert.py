@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.tables.markdown import as_markdown
 from common.base.inert import csv_cell, csv_text, json_in_html, markdown_cell, one_line, printable
-from common.reporting.layout import as_markdown, fitted
+from common.reporting.layout import fitted
 from common.tasks.samples import before_and_after, predictions, samples
 
 STEERS = ("\x1b[2J", "\x9b2J", "\x07", "\r", "\x08", "\x7f", "\u202e", "\u2066", "\u200f", "\u2028", "\ud800", "\x00")

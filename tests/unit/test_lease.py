@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench import lease, lease_merge, lease_parts, planner_points
-from bench.gpu_trial import LEVER_TRIALS, TRIALS
+from bench import lease, lease_parts, planner_points
+from bench.gpu import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -162,7 +162,7 @@ def test_what_an_earlier_lease_found_waits_for_what_nobody_has_measured(
     found = {name: {"status": "failed" if name == failed else "done"} for name in (machine, done, failed)}
     kept.write_text(json.dumps({card.name: found}))
     monkeypatch.setattr(lease_parts, "LEASES_PATH", kept)
-    monkeypatch.setattr(lease_parts, "kept_trials", lambda: [])
+    monkeypatch.setattr(lease_parts, "TRIALS_PATH", tmp_path / "none.json")
     assert [part.name for part in lease_parts.parts_for(card)] == [machine, failed, *names[3:], done]
 
 
@@ -204,7 +204,7 @@ def test_results_are_merged_in_place_of_older_ones(
     results.add(stub("optimizers"), "done", result={"step_s": 0.2})
     results.add(stub("shared GPU: 2.7 PP"), "failed", "losses differ")
     replace(results, card=lease_parts.REHEARSED).add(stub("optimizers"), "done", result={})
-    lease_merge.merge(results.path, **kept)
+    lease.merge(results.path, **kept)
     trials, points, others = (json.loads(path.read_text()) for path in kept.values())
     assert trials == [step]
     assert [(each["gpu"], each["allocated_gib"], each["dry_run_gib"]) for each in points] == [
@@ -215,10 +215,8 @@ def test_results_are_merged_in_place_of_older_ones(
     assert others == {}
 
 
-KINDS = ("machine", "shared GPU", "steps", "profile", "tests", "point", "preflight", "answers")
-MAY_BE_LEFT_OUT = {
-    "steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss",
-}  # fmt: skip
+KINDS = ("machine", "shared GPU", "steps", "tests", "point", "preflight")
+MAY_BE_LEFT_OUT = {"steps: full, Liger's kernels", "steps: lora, Liger's kernels"}
 """Kernels for GPUs alone, and packages that need not be installed."""
 
 
@@ -238,6 +236,3 @@ def test_every_part_is_rehearsed_on_the_cpu(kind: str, tmp_path: Path) -> None:
     parts = [part for part in lease_parts.parts_for(None) if kind in part.name]
     assert found == {part.name: "left out" if part.left_out else "done" for part in parts}
     assert {part.name for part in parts if part.left_out} <= MAY_BE_LEFT_OUT
-    if kind == "profile":
-        tables = ["\n".join(line["result"]["table"]) for line in read_results(folder / RESULTS)]
-        assert all("aten::mm" in table for table in tables)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import levers
-from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, take_steps, trial_started
+from bench.gpu import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, take_steps, trial_started
 from bench.levers import attend_in_a_batch, pulled
 from common.hardware.devices import find_gpu
 from common.models import chunked_loss

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from common.reporting.layout import WIDEST, as_markdown
+from bench.tables.markdown import WIDEST, as_markdown
 
 
 def wide(rows: int = 3) -> pd.DataFrame:

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 
 from bench.published import content, published_runs, rates_not_used
+from bench.tables.publications import RATES_BY_SOURCE, WELL_KNOWN, is_near
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
@@ -18,7 +19,6 @@ from common.planning.published_rates import best_published, evidence, published_
 from common.planning.shares import whole_model
 from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
-from common.reporting.publications import RATES_BY_SOURCE, WELL_KNOWN, is_near
 
 # sources that the constants do as well on when they are fitted without them (assets/README.md)
 HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}

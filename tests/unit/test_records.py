@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from common import report
+from bench.tables import pages
+from common import compare, report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
+from common.compare import found_runs, json_of, text_of
 from common.records import store
 from common.records.schema import wrong_in
 from common.records.store import (
@@ -24,10 +26,9 @@ from common.records.store import (
     load_record,
     records_in,
 )
-from common.reporting import compare, page, page_runs
-from common.reporting.compare import found_runs, json_of, text_of
+from common.reporting import page, page_runs
 from common.reporting.rows import is_comparable, result_files, results_of_this_machine, task_of
-from common.reporting.tables import on_screen, rendered, side_by_side
+from common.reporting.tables import on_screen, side_by_side
 from common.serving.tuned_runs import find_run
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
@@ -145,10 +146,10 @@ def test_a_bad_kept_record_is_an_error_of_the_check_alone(
     (tmp_path / "page.html").write_text("the page")
     monkeypatch.setattr(store, "REPOSITORY", tmp_path)
     for name, value in {
-        "readmes": lambda: [tmp_path / "README.md"], "REPOSITORY": tmp_path, "PAGE": tmp_path / "page.html",
-        "page_of": lambda _: "the page",
+        "REPOSITORY": tmp_path, "PAGE": tmp_path / "page.html", "page_of": lambda _: "the page",
     }.items():  # fmt: skip
         monkeypatch.setattr(report, name, value)
+    monkeypatch.setattr(pages, "readmes", lambda: [tmp_path / "README.md"])
     for mode, code in (("--check", 1), ("--write", 0)):
         monkeypatch.setattr(sys, "argv", ["report", mode])
         with pytest.raises(SystemExit) as ended:
@@ -191,7 +192,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
     for said in (text_of, json_of):
         compare.printable(said(runs, Path("p")))
     for table in tables:
-        rendered(table, runs)
+        pages.rendered(table, runs)
 
 
 def check_each_value(file: Path, folder: Path, bad_values: tuple[object, ...], tables: list[str], every: int) -> int:

@@ -12,23 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.tables import outcomes, pages
+from bench.tables.pages import MODULES, TABLES, rendered, with_tables
+from bench.tables.table import approach
 from common import report
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, default_run_name, kept_records
-from common.reporting import benchmark
 from common.reporting.columns import column
 from common.reporting.page_runs import values_of
 from common.reporting.rows import (
     Metric,
-    approach,
     baseline_of,
     clock,
     clock_seconds,
     completed,
+    own_table,
 )
-from common.reporting.tables import OWN_TABLES, TABLES, rendered, side_by_side, with_tables
+from common.reporting.tables import side_by_side
+from common.reporting.tasks import OwnTable
 
 
 @pytest.fixture
@@ -128,35 +131,30 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
     records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It chats, too, but stands in no table of chats; with a metric that no other task has."""
-    pairs = SimpleNamespace(
-        TABLES={},
-        METRICS=(Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}"),),
-        results_text=lambda runs: f"{len(completed(runs, reporting='pairs'))} run of pairs",
-    )
-    monkeypatch.setitem(sys.modules, "pairs", pairs)
-    task = replace(TASKS["chat"], name="pairs", folder_for_one="3.9_pairs", reporting="pairs", named_by=("rows",))
+    metric = Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}")
+    pairs = OwnTable((metric,), lambda records: completed(records, task="pairs"), ("seed", "steps"))
+    monkeypatch.setitem(sys.modules, "pairs", SimpleNamespace(PAIRS=pairs))
+    task = replace(TASKS["chat"], name="pairs", folder_for_one="3.9_pairs", reporting="pairs:PAIRS", named_by=("rows",))
     monkeypatch.setitem(TASKS, "pairs", task)
     single, strong, _ = records
     strong["config"]["task"], strong["quality"]["after"]["preferred_share"] = "pairs", 0.9
     strong["quality"]["before"]["preferred_share"] = 0.5
-    assert (completed([single, strong]), completed([single, strong], reporting="pairs")) == ([single], [strong])
+    assert (completed([single, strong]), completed([single, strong], task="pairs")) == ([single], [strong])
     metrics = [values_of(run)["metric"] for run in (single, strong)]
     assert metrics == ["facts said", "the preferred answers are likelier"]
     monkeypatch.setattr(report, "results_of_this_machine", lambda: [single, strong])
     monkeypatch.setattr(sys, "argv", ["report", "--results"])
     report.main()
-    assert capsys.readouterr().out.endswith("Pairs (3.9)\n\n1 run of pairs\n")
+    of_pairs = [word for word in capsys.readouterr().out.split()[-8:] if "-" not in word]
+    assert of_pairs == ["Pairs", "(3.9)", "Seed", "Steps", "42", str(strong["steps"])]
     run = RunConfig().changed_to(task="pairs", train_rows=5)
     assert default_run_name(run, "python") == "python-5rows-seed42"
 
 
-def test_modules_of_tasks_have_tables_with_names_of_their_own() -> None:
-    tables = [named for module in OWN_TABLES for named in module.TABLES.items()]
-    assert len(tables) == len(dict(tables))
-    assert dict(tables).items() <= TABLES.items()
-    for module in OWN_TABLES:
-        assert module.METRICS
-        assert isinstance(module.results_text([]), str)
+def test_tables_have_names_of_their_own_and_tasks_what_is_shown_of_them() -> None:
+    assert len(TABLES) == sum(len(module.TABLES) for module in MODULES)
+    for table in (own_table(task) for task in TASKS.values() if task.reporting):
+        assert (len(table.metrics) > 1, table.text([])) == (True, "no such run is completed yet")
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:
@@ -186,7 +184,7 @@ def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Recor
 def measured_by_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Write entries into the benchmark's file: name, value, unit, bar, what the bar is, whether it holds, command."""
     path = tmp_path / "bench.json"
-    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    monkeypatch.setattr(outcomes, "BENCH_FILE", path)
     columns = ("name", "value", "unit", "bar", "bar_is", "holds", "command")
     return lambda *entries: path.write_text(json.dumps([dict(zip(columns, each, strict=True)) for each in entries]))
 
@@ -236,9 +234,8 @@ def test_tables_check_exits_with_1_when_a_readme_is_out_of_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme, page = tmp_path / "README.md", tmp_path / "results.html"
-    for name, value in {
-        "readmes": lambda: [readme], "REPOSITORY": tmp_path, "PAGE": page, "page_of": lambda records: "the page"
-    }.items():  # fmt: skip
+    monkeypatch.setattr(pages, "readmes", lambda: [readme])
+    for name, value in {"REPOSITORY": tmp_path, "PAGE": page, "page_of": lambda records: "the page"}.items():
         monkeypatch.setattr(report, name, value)
     monkeypatch.setattr(sys, "argv", ["report", "--check"])
     table = rendered("ddp-strong", kept_records())

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from bench.tables.tasks import TABLES
 from common.base.specs import TASKS
 from common.records.store import Record, kept_records
-from common.reporting.classification import TABLES, results_text
 from common.reporting.rows import task_of
+from common.reporting.tasks import CLASSIFICATION
 
 
 @pytest.fixture
@@ -50,8 +51,11 @@ def test_the_terminals_table_has_a_line_for_each_setting(
     records: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert results_text([]) == "no classification run is completed yet"
-    accuracy, lines = measured(records).loc["Full fine-tuning", "Best accuracy"], results_text(records).splitlines()
+    assert CLASSIFICATION.text([]) == "no such run is completed yet"
+    accuracy, lines = (
+        measured(records).loc["Full fine-tuning", "Best accuracy"],
+        CLASSIFICATION.text(records).splitlines(),
+    )
     assert any(line.startswith("Full fine-tuning with PP, 1 micro-batch") for line in lines)
     assert any(line.startswith("Full fine-tuning ") and accuracy in line for line in lines)
     assert max(map(len, lines)) <= 120

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.outcomes import TABLES
+from bench.tables.outcomes import TABLES
 from tests.outcomes import merged
 
 
@@ -18,7 +18,7 @@ def outcome(technique: str, loss: float | None, weight: float | None, note: str 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("common.reporting.outcomes.EQUIVALENCE", tmp_path / "equivalence.json")
+    monkeypatch.setattr("bench.tables.outcomes.EQUIVALENCE", tmp_path / "equivalence.json")
     return tmp_path / "equivalence.json"
 
 

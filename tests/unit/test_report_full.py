@@ -2,9 +2,10 @@
 
 import copy
 
+from bench.tables.pages import TABLES
+from bench.tables.table import FULL, FULL_PP
 from common.records.store import Record
-from common.reporting.rows import FULL, FULL_PP, completed
-from common.reporting.tables import TABLES
+from common.reporting.rows import completed
 
 
 def test_published_factors_are_those_of_the_source(records: list[Record]) -> None:

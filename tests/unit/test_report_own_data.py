@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
+from bench.tables import own_data
+from bench.tables.own_data import TABLES, study_runs
 from common.records.store import Record
-from common.reporting import own_data
-from common.reporting.own_data import TABLES, study_runs
 
 
 def study_run(one: Record, seed: int, facts: float, **settings: object) -> Record:

@@ -2,14 +2,14 @@
 
 from common.records.store import kept_records
 from common.reporting.page_runs import values_of
-from common.reporting.pictures import results_text
 from common.reporting.rows import task_of
+from common.reporting.tasks import PICTURES
 
 
 def test_the_terminal_s_table_has_a_line_for_each_setting() -> None:
-    lines = results_text(kept_records()).splitlines()
+    lines = PICTURES.text(kept_records()).splitlines()
     assert any(line.startswith("Full fine-tuning with DDP ") for line in lines)
-    assert results_text([]) == "no run about pictures is completed yet"
+    assert PICTURES.text([]) == "no such run is completed yet"
 
 
 def test_the_page_has_the_gallery_of_runs_about_pictures() -> None:

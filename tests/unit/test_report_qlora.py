@@ -4,8 +4,9 @@ import copy
 
 import pytest
 
+from bench.tables.pages import TABLES
 from common.records.store import Record
-from common.reporting.tables import TABLES, side_by_side
+from common.reporting.tables import side_by_side
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
+from bench.tables.full import TABLES
 from common.records.store import Record, kept_records
-from common.reporting.full import TABLES
 from common.reporting.rows import completed
 
 MIB = 2**20

@@ -5,15 +5,16 @@ import copy
 import pandas as pd
 import pytest
 
+from bench.tables.summarization import TABLES
 from common.records.store import Record, kept_records
 from common.reporting.plots import plot_cost
 from common.reporting.rows import clock_seconds, task_of
-from common.reporting.summarization import TABLES, cost_table, results_text
+from common.reporting.tasks import SUMMARIZATION
 
 
 @pytest.fixture(scope="module")
 def table() -> pd.DataFrame:
-    return cost_table([])
+    return TABLES["summarization-cost"]([])
 
 
 def lines_of(table: pd.DataFrame, figures: str) -> pd.DataFrame:
@@ -56,7 +57,7 @@ def records() -> list[Record]:
 def test_the_terminals_table_and_the_one_of_all_results_have_every_loop(records: list[Record]) -> None:
     settings = TABLES["summarization-loops"](records).query("Figures == 'measured'")["Loop"]
     assert len(TABLES["summarization-front"](records)) == len(settings)
-    lines = results_text(records).splitlines()
+    lines = SUMMARIZATION.text(records).splitlines()
     for loop, count in settings.value_counts().items():
         found = sum(line.startswith(f"{loop} ") for line in lines)
         assert found

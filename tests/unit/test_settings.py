@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -103,7 +103,9 @@ def test_the_table_of_all_has_no_other_runs(
     monkeypatch.setattr("common.launch.check_inputs", lambda _: None)
     monkeypatch.setattr("common.launch.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.launch.results_of_this_machine", lambda: [mine, *others])
-    monkeypatch.setattr("common.reporting.classification.results_text", lambda records: shown.extend(records) or "")
+    monkeypatch.setattr(
+        "common.launch.own_table", lambda _: SimpleNamespace(text=lambda records: shown.extend(records) or "")
+    )
     command("--all")
     assert shown == [mine]
 

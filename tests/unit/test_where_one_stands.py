@@ -19,11 +19,11 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks import dry_run, preview
 from common.checks.run_command import run_command
+from common.compare import found_runs
 from common.data.row_checks import say_once
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
 from common.repeat import records_below
-from common.reporting.compare import found_runs
 from tests.pace import patient
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"

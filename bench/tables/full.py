@@ -5,6 +5,20 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+from bench.tables.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
+from bench.tables.table import (
+    FULL,
+    FULL_DDP,
+    FULL_MP,
+    FULL_PP,
+    LORA,
+    LORA_PP,
+    PROJECTED,
+    Table,
+    approach,
+    not_run,
+    published,
+)
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
@@ -14,22 +28,13 @@ from common.planning.job import BatchShape
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, Plan, plan_run
 from common.planning.shares import trained_parameters
 from common.records.store import Record
-from common.reporting.chats import MEMORY, QUALITY, SPEED, TIMES, WHAT, WHERE, milliseconds
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
 from common.reporting.rows import (
-    FULL,
-    FULL_DDP,
-    FULL_MP,
-    FULL_PP,
-    LORA,
-    LORA_PP,
-    PROJECTED,
     SCHEDULES,
     STRONG,
     WEAK,
     Kind,
     Row,
-    approach,
     beside_one_device,
     clock,
     completed,
@@ -37,8 +42,6 @@ from common.reporting.rows import (
     groups_of,
     kind_of,
     model_of,
-    not_run,
-    published,
     step_s,
 )
 

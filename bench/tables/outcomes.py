@@ -1,16 +1,19 @@
-"""The tables of what tests measured: how exactly strategies agree with one device, and how faults end."""
+"""The tables of what tests and `make bench` measured: equivalence, how faults end, families, and bars."""
 
-import json
-from collections.abc import Iterable
-from operator import itemgetter
+import re
+from collections.abc import Iterable, Iterator
+from operator import attrgetter, itemgetter
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-import pandas as pd
-
+from bench.entries import read_kept
+from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
+from common.reporting.page_runs import compared_phases
 from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]
@@ -99,50 +102,42 @@ ELSEWHERE = (
 """Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
-def read_outcomes(path: Path) -> list[Outcome]:
-    """Return what is in the file; nothing if there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-
-
 # -- rows
 
 
 def _equivalence(_: list[Record]) -> list[Row]:
     """Return each task and strategy; a cell has the largest differences of losses and of weights."""
-    columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
-    cases = pd.DataFrame(read_outcomes(EQUIVALENCE), columns=columns)
     return [
         {
             "Task": task,
             "Strategy": strategy,
-            **{each.short[0].upper() + each.short[1:]: _largest(rows[rows["technique"] == each.name])
-               for each in TECHNIQUES.values()},
+            **{
+                each.short[0].upper() + each.short[1:]: _largest(row for row in cases if row["technique"] == each.name)
+                for each in TECHNIQUES.values()
+            },
         }
-        for (task, strategy), rows in cases.groupby(["task", "strategy"], sort=False)
-    ]  # fmt: skip
+        for (task, strategy), cases in groups_of(read_kept(EQUIVALENCE), itemgetter("task", "strategy")).items()
+    ]
 
 
-def _largest(cases: pd.DataFrame) -> str:
-    found = cases[["loss_difference", "weight_difference"]].dropna()
-    if found.empty:
-        return "" if cases.empty else NOT_RUN
-    return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
+def _largest(cases: Iterable[Outcome]) -> str:
+    pairs = [(case["loss_difference"], case["weight_difference"]) for case in cases]
+    largest = [max(values) for values in zip(*(pair for pair in pairs if None not in pair), strict=True)]
+    none = NOT_RUN if pairs else ""
+    return " / ".join(f"{value:.0e}" if value else "0" for value in largest) or none
 
 
 def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> Table:
     """Return the table of the families that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
     headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
     columns = [Column(header, itemgetter(key), missing=elsewhere) for key, header in headers.items()]
-    return Table(lambda _: [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
+    return Table(lambda _: [row for row in read_kept(FAMILIES_FILE) if row.keys() & ways.keys()], columns)
 
 
 def _ended_faults(_: list[Record]) -> list[Row]:
     """Return each technique of each fault that ends a run or costs it steps; seconds count from the fault on."""
-    return [
-        {**row, "tests": _tests(same)}
-        for same in groups_of(_faults(have_figures=True), itemgetter("fault")).values()
-        for row in same
-    ]
+    same_fault = groups_of(_faults(have_figures=True), itemgetter("fault")).values()
+    return [{**row, "tests": _tests(same)} for same in same_fault for row in same]
 
 
 def _other_faults(_: list[Record]) -> list[Row]:
@@ -156,7 +151,7 @@ def _other_faults(_: list[Record]) -> list[Row]:
 def _faults(have_figures: bool) -> list[Outcome]:
     """Return the outcomes of the faults that have a figure with some technique, or of the others, by number."""
     elsewhere = [dict(zip(("fault", "technique", "outcome", "test"), row, strict=True)) for row in ELSEWHERE]
-    known = sorted([*read_outcomes(ENDED_FAULTS), *elsewhere], key=itemgetter("fault"))
+    known = sorted([*read_kept(ENDED_FAULTS), *elsewhere], key=itemgetter("fault"))
     timed = {row["fault"] for row in known if any(column.value_in(row) is not None for column in FIGURES)}
     return [row for row in known if (row["fault"] in timed) == have_figures]
 
@@ -182,6 +177,63 @@ ABOUT = (
     Column("With", "technique"),
     Column("Outcome", "outcome"),
 )
+# -- of the benchmark
+
+PHASE_BARS = (0.03, 0.1)
+"""Largest mean and largest single error of all phases of all kept runs."""
+BENCH_FILE = REPOSITORY / "bench" / "bench.json"
+
+Entry = dict[str, Any]
+
+
+def _entries(_: list[Record]) -> Iterator[Entry]:
+    """Yield what `make bench` wrote, with the part that measures it, and without the point of a worst error."""
+    for entry in read_kept(BENCH_FILE):
+        name = re.sub(r"(?<=worst error) \(.*\)", "", entry["name"]).removesuffix(f" {NOT_RUN}")
+        part, rest = re.match(r"(\w*)(.*)", name).groups()
+        yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
+
+
+def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
+    """Yield how many were compared, and by how much plans were off: for each phase, for all, and the bars."""
+    every = [each for record in records for each in compared_phases(record)]
+    for phase, compared in {**groups_of(every, attrgetter("phase")), "all phases": every}.items():
+        worst = max(compared, key=lambda each: abs(each.error), default=None)
+        yield {
+            "Phase": phase,
+            "Compared": len(compared),
+            "Mean error": f"{fmean(abs(each.error) for each in compared):.1%}" if worst else NOT_RUN,
+            "Worst error": f"{worst.error:+.1%}" if worst else NOT_RUN,
+            "Worst in": worst.run if worst else "",
+        }
+    mean, most = (f"≤ {bar:.0%}" for bar in PHASE_BARS)
+    yield {"Phase": "bar", "Compared": "", "Mean error": mean, "Worst error": most, "Worst in": ""}
+
+
+def _measured(entry: Entry) -> str:
+    """Return a value in short: shares in per cent, runs as whole numbers; why there is none."""
+    value, unit = entry["value"], entry["unit"]
+    if value is None:
+        return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "runs":
+        return f"{value:g} {unit}"
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3f} {unit}"
+
+
+def _bar(entry: Entry) -> str:
+    if entry["bar"] is None:
+        return ""
+    shown = f"{100 * entry['bar']:g}%" if entry["unit"] == "share" else f"{entry['bar']:g}"
+    return f"{'≥' if entry['bar_is'] == 'at least' else '≤'} {shown}"
+
+
+def _holds(entry: Entry) -> str:
+    return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: "**no**", None: ""}[entry["holds"]]
+
+
+BENCH_FIGURES = (Column("What", "what"), Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
 TABLES = {
     "equivalence": Table(_equivalence),
     # which workflows train a family of decoders, and how it is planned
@@ -192,7 +244,7 @@ TABLES = {
     "faults-others": Table(_other_faults, ABOUT, line="- **{Fault}** ({With}): {Outcome}. {Tests}"),
     # what llama.cpp makes of a tuned model and type of weights as Transformers does
     "llama-cpp": Table(
-        lambda _: json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"],
+        lambda _: read_kept(LLAMA_CPP_FILE)["compared"],
         (
             Column("Base", lambda row: f"{row['base']} ({row['model_type']})"),
             Column("Pre-tokenizer", "pre_tokenizer"),
@@ -203,4 +255,14 @@ TABLES = {
             Column("Logits", "logit_difference", "{:.0e}"),
         ),
     ),
+    # of bench/README.md, and 1.1's of the planner
+    "bench": Table(
+        lambda records: [entry for entry in _entries(records) if entry["bar"] is not None],
+        (Column("Part", "part"), *BENCH_FIGURES),
+        shared=("Part",),
+    ),
+    "bench-planner": Table(
+        lambda records: [entry for entry in _entries(records) if entry["part"] == "Planner"], BENCH_FIGURES
+    ),
+    "memory-by-phase": Table(_errors_by_phase),
 }

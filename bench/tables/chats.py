@@ -4,24 +4,17 @@ import io
 import json
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-import pandas as pd
-
+from bench.tables.table import FULL_DDP, FULL_FSDP, FULL_ZERO3, LORA, LORA_DDP, Table, column, published, waiting
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting.columns import Column, Table, column
+from common.reporting.columns import Column
 from common.reporting.rows import (
-    FULL_DDP,
-    FULL_FSDP,
-    FULL_ZERO3,
-    LORA,
-    LORA_DDP,
     STRONG,
     WEAK,
     Row,
@@ -31,9 +24,7 @@ from common.reporting.rows import (
     data_parallel_ranks,
     kind_name,
     kind_of,
-    published,
     step_s,
-    waiting,
 )
 
 # -- columns
@@ -259,83 +250,3 @@ TABLES = {
         ),
     ),
 }
-
-
-# -- runs side by side
-
-
-def _has_adapters(row: Row) -> bool:
-    return TECHNIQUES[row["technique"]].has_adapters
-
-
-SIDE_BY_SIDE = (
-    "kind as approach",
-    "devices as devices",
-    Column("rows per device and step", "config.per_device_train_batch_size", int),
-    Column("effective batch size", "effective_batch_size", int),
-    Column("steps", "steps", int),
-    Column("learning rate", "config.learning_rate", "{:g}"),
-    Column(
-        "rank of the adapters",
-        lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
-        none=None,
-    ),
-    "score_before as similarity score before",
-    "score as similarity score after",
-    "judged_before as by MiniLM before",
-    "judged as by MiniLM after",
-    "shuffled as answers shuffled",
-    "judged_shuffled as shuffled, by MiniLM",
-    "facts_before as facts said before",
-    "facts as facts said after",
-    "loss as lowest validation loss",
-    "whole_time as training time",
-    "reporting as of that, validation and checkpoints",
-    "tokens_per_s as tokens per second",
-    "peak as peak memory per device (GiB)",
-    "planned as training's peak, planned / measured",
-    Column(
-        "weights that a step changes",
-        lambda row: None if _has_adapters(row) else row["updated_share"],
-        "{:.0%}",
-        none=None,
-        missing=None,
-    ),
-    Column(
-        "weights of the base, in 4 bits / not (GiB)",
-        "quantization",
-        lambda stored: f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}",
-        none=None,
-        missing=None,
-    ),
-    Column(
-        "facts said, merged into the original base",
-        lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
-        none=None,
-        missing=None,
-    ),
-    replace(column("idle"), title="idle share per stage", none=None, missing=None),
-)
-"""What stands of a completed run beside others; None: it means nothing for this one."""
-
-
-def side_by_side(records: list[Record]) -> pd.DataFrame:
-    """Return runs as columns, their settings and results as rows: what `make demo` prints."""
-    table = pd.DataFrame({
-        f"{record['run_folder'].split('_')[0]} {record['run_name']}": _said_of(record, records) for record in records
-    })  # fmt: skip
-    settings = table.index.intersection(["learning rate", "rank of the adapters"])  # shown where they differ
-    same = [name for name in settings if table.loc[name].dropna().nunique() < 2]
-    return table.drop(index=same).dropna(how="all").fillna("")
-
-
-def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
-    if record["status"] != "completed":
-        return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
-    said = {each.title: each.cell(record) for each in map(column, SIDE_BY_SIDE)}
-    for same, words in ((STRONG, "at the same effective batch"), (WEAK, "at the same rows per device")):
-        row = beside_one_device([record], records, same)[-1]
-        if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
-            said[f"speed-up {words}"] = column("speedup").cell(row)
-            said[f"machine's ceiling {words}"] = column("ceiling").cell(row)
-    return said

@@ -1,11 +1,11 @@
 """The tables of summarization (3.2): three versions of the loop, what a network takes, and what machines cost."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.tables.table import Table, column, published, waiting_for_task
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.hardware.devices import MACHINES, Machine, find_gpu
@@ -15,37 +15,28 @@ from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
-from common.reporting.columns import NO_BASELINE, Column, Table, column
-from common.reporting.layout import brief
-from common.reporting.rows import (
-    NOT_RUN,
-    Metric,
-    Row,
-    completed,
-    devices_of,
-    published,
-    step_s,
-    waiting_for_task,
-    with_seeds,
+from common.reporting.columns import Column
+from common.reporting.rows import NOT_RUN, Row, devices_of, step_s
+from common.reporting.tasks import (
+    EXACT,
+    EXACT_BEFORE,
+    EXACT_BOTH,
+    LOOP,
+    LOOPS,
+    ROUGE_L,
+    ROUGE_L_BEFORE,
+    ROUGE_L_BOTH,
+    loop_runs,
+    loops,
+    score,
 )
 
-LOOPS = {
-    "trainer": "Seq2SeqTrainer, by torchrun",
-    "accelerate": "plain loop, Accelerate",
-    "machines": "plain loop, torch.distributed",
-}
 EXCHANGES = {
     "after": "after the backward pass, in buckets",
     "overlapped": "while it goes on, in buckets (DDP)",
     "overlapped-bf16": "while it goes on, in buckets, as bf16",
 }
 """`RunConfig.gradient_exchange` in words."""
-METRICS = (
-    Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
-    Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
-    Metric("rouge2", "ROUGE-2", "higher", "{:.3f}"),
-    Metric("exact_share", "to the letter", "higher", "{:.0%}"),
-)
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
 SAMSUM_ROWS = 14_732
@@ -54,26 +45,11 @@ SAMSUM_ROWS = 14_732
 # -- measured
 
 
-def _runs(records: Iterable[Record], over_links: bool = False) -> list[Record]:
-    """Return the completed runs, in the order of folders, devices and loops.
-
-    `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
-    """
-    return sorted(
-        (run for run in completed(records, reporting=__name__) if bool(run["config"]["link"]) == over_links),
-        key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),
-    )
-
-
-def _loops(records: Iterable[Record]) -> list[Row]:
-    return with_seeds(_runs(records))
-
-
 def _waiting(records: list[Record]) -> list[Row]:
     """Return a row for each version of the loop that a run folder for GPUs is for: one machine, or several."""
     return [
         {**row, "config": {**row["config"], "loop": loop}}
-        for row in waiting_for_task(records, __name__)
+        for row in waiting_for_task(records, "summarization")
         for loop in LOOPS
         if (row["config"]["loop"] == "machines") == (loop == "machines")
     ]
@@ -87,24 +63,11 @@ def _devices(row: Row) -> str:
 
 def _over_links(records: list[Record]) -> list[Row]:
     """Return short runs over a network at the same global batch, each with the step of gradients sent at the end."""
-    runs = _runs(records, over_links=True)
+    runs = loop_runs(records, over_links=True)
     after_s = {run["config"]["link"]: step_s(run) for run in runs if run["config"]["gradient_exchange"] == "after"}
     order = list(EXCHANGES)
     runs.sort(key=lambda run: (run["config"]["link"], order.index(run["config"]["gradient_exchange"])))
     return [{**run, "after_s": after_s.get(run["config"]["link"])} for run in runs]
-
-
-def _score(title: str, name: str, form: str, over_seeds: bool = True) -> tuple[Column, Column, Column]:
-    """Return the columns of a score before and after training, and of both: `0.49 -> 0.98`."""
-    before = Column(title, f"quality.before.{name}", form, missing=NO_BASELINE)
-    after = Column(title, f"quality.after.{name}", form, over_seeds=over_seeds)
-    both = Column(f"{title} before -> after", lambda row: row["quality"] and f"{before.cell(row)} -> {after.cell(row)}")
-    return before, after, both
-
-
-LOOP = Column("Loop", "config.loop", LOOPS.get)
-ROUGE_L_BEFORE, ROUGE_L, ROUGE_L_BOTH = _score("ROUGE-L", "rougeL", "{:.3f}")
-EXACT_BEFORE, EXACT, EXACT_BOTH = _score("To the letter", "exact_share", "{:.0%}", over_seeds=False)
 
 
 # -- published and projected: one machine of four GPUs against four machines of one, in time and bill
@@ -129,9 +92,8 @@ class Fleet:
         """
         gpus = (find_gpu(self.machine.gpu),) * self.machine.gpus * self.count
         links = [ethernet(gbit) for gbit in (self.machine.network_gbit, self.machine.peak_gbit)]
-        usd_per_hour = self.machine.usd_per_hour / self.machine.gpus
         return [
-            Cluster(gpus, nodes=self.count, link=link, usd_per_hour=usd_per_hour)
+            Cluster(gpus, nodes=self.count, link=link, usd_per_hour=self.machine.usd_per_hour / self.machine.gpus)
             for link in (links if self.count > 1 else [None])
         ]
 
@@ -164,12 +126,11 @@ def _costs(records: list[Record]) -> Iterator[Row]:
     for result in results:
         notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
         source = [result["figures"], *notes, f"rows and tokens: {result['settings_source']}"]
-        usd_per_hour = result["usd_per_hour"] * result["machines"]
         yield {
             **result,
             "fleet": _fleet(result, "published"),
             "figures": "; ".join(source),
-            "usd_per_hour": usd_per_hour,
+            "usd_per_hour": result["usd_per_hour"] * result["machines"],
         }
     for settings in ("published", "our"):
         fleets = [_fleet(result, settings) for result in results]  # the one machine of four GPUs comes first
@@ -220,17 +181,17 @@ def _machines(records: list[Record]) -> Iterator[Row]:
 
 TABLES = {
     "summarization-loops": Table(
-        lambda records: [*_loops(records), *_waiting(records)],
+        lambda records: [*loops(records), *_waiting(records)],
         (
             LOOP,
             "figures",
             "model",
             Column("Devices", _devices),
             "seeds",
-            _score("ROUGE-1", "rouge1", "{:.3f}")[-1],
-            _score("ROUGE-2", "rouge2", "{:.3f}")[-1],
+            score("ROUGE-1", "rouge1", "{:.3f}")[-1],
+            score("ROUGE-2", "rouge2", "{:.3f}")[-1],
             ROUGE_L_BOTH,
-            _score("ROUGE-Lsum", "rougeLsum", "{:.3f}")[-1],
+            score("ROUGE-Lsum", "rougeLsum", "{:.3f}")[-1],
             EXACT_BOTH.titled("To the letter"),
             "loss",
             "time",
@@ -255,7 +216,7 @@ TABLES = {
         ),
     ),
     "summarization-front": Table(
-        _loops,
+        loops,
         (
             "model",
             "machine",
@@ -314,7 +275,7 @@ TABLES = {
         ),
     ),
     "found 3.2": Table(
-        lambda records: [*published(metric="bill_usd"), *_loops(records)],
+        lambda records: [*published(metric="bill_usd"), *loops(records)],
         (
             Column("Way", _way),
             Column(
@@ -328,9 +289,3 @@ TABLES = {
         ),
     ),
 }
-ON_SCREEN = Table(
-    _loops,
-    (LOOP, "devices", ROUGE_L_BOTH, EXACT_BOTH.titled("To the letter"), "loss", "time", "tokens_per_s"),
-)
-results_text = partial(brief, ON_SCREEN, empty="no summarization run is completed yet")
-network_table, cost_table = TABLES["summarization-network"], TABLES["summarization-cost"]

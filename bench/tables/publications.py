@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from statistics import median
 
+from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.planning.published_rates import published_planned, published_rates
 from common.records.store import Record
-from common.reporting.columns import Column, Table
+from common.reporting.columns import Column
 from common.reporting.rows import Row, groups_of
 
 WITHIN = 1.5

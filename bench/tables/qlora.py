@@ -4,30 +4,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from bench.tables.chats import SPEED, WHERE
+from bench.tables.full import PROJECTED_LENGTH, fits, projected_plan
+from bench.tables.table import (
+    FULL,
+    LORA,
+    PROJECTED,
+    QLORA,
+    QLORA_DDP,
+    QLORA_FSDP,
+    Table,
+    approach,
+    column,
+    not_run,
+    waiting,
+)
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.chats import SPEED, WHERE
-from common.reporting.columns import Column, Table, column
-from common.reporting.full import PROJECTED_LENGTH, fits, projected_plan
-from common.reporting.rows import (
-    FULL,
-    LORA,
-    NOT_RUN,
-    PROJECTED,
-    QLORA,
-    QLORA_DDP,
-    QLORA_FSDP,
-    Row,
-    approach,
-    clock,
-    completed,
-    devices_of,
-    not_run,
-    waiting,
-)
+from common.reporting.columns import Column
+from common.reporting.rows import NOT_RUN, Row, clock, completed, devices_of
 
 SEEDS = (42, 7, 8)
 NEEDS_GPUS = {

@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from common.base.run_config import RunConfig
-from common.base.run_folders import run_folders
-from common.base.specs import TASKS
-from common.hardware.devices import GIB, MIB
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
-from common.records.store import Record
-from common.reporting.columns import Column, Table, column, mean_time_s
-from common.reporting.full import PROJECTED_LENGTH, recipes
-from common.reporting.rows import (
+from bench.tables.full import PROJECTED_LENGTH, recipes
+from bench.tables.table import (
     FULL,
     FULL_DDP,
     FULL_FSDP,
@@ -25,9 +18,21 @@ from common.reporting.rows import (
     FULL_ZERO3,
     LORA,
     LORA_DDP,
-    NOT_RUN,
     QLORA,
     QLORA_DDP,
+    Table,
+    column,
+    published,
+)
+from common.base.run_config import RunConfig
+from common.base.run_folders import run_folders
+from common.base.specs import TASKS
+from common.hardware.devices import GIB, MIB
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
+from common.records.store import Record
+from common.reporting.columns import Column, mean_time_s
+from common.reporting.rows import (
+    NOT_RUN,
     STRONG,
     Kind,
     Row,
@@ -36,7 +41,6 @@ from common.reporting.rows import (
     is_comparable,
     kind_name,
     kind_of,
-    published,
     with_seeds,
 )
 
@@ -106,18 +110,12 @@ def _found(records: list[Record], number: str) -> list[Row]:
     rows_per_step = first[STRONG] if first and gain != SPEEDUP else None
     usual = [_usual_run(recipes(records, kind), number, rows_per_step) for kind in kinds]
     usual = [row for row in usual if row]
-    if usual and gain == SPEEDUP:  # beside the same batch on one device
-        usual[0] = _one_device_as(usual[-1], records)
+    if usual and gain == SPEEDUP:  # beside the same batch on one device, over its seeds
+        baseline = baseline_of(usual[-1], records, STRONG)
+        runs = with_seeds(completed(records, kind_of(baseline))) if baseline else []
+        usual[0] = next((row for row in runs if baseline in row["seeds"]), None)
     measured = [{**row, "baseline": usual[0], "records": records} for row in usual if row]
     return [*published(*kinds), *measured]
-
-
-def _one_device_as(row: Row, records: list[Record]) -> Row | None:
-    """Return the runs on one device with the same batch, over their seeds; none where nobody has run it."""
-    baseline = baseline_of(row, records, STRONG)
-    if baseline is None:
-        return None
-    return next(each for each in with_seeds(completed(records, kind_of(baseline))) if baseline in each["seeds"])
 
 
 def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> Row | None:

@@ -4,10 +4,11 @@ import json
 from dataclasses import replace
 from math import ceil
 
+from bench.tables.table import Table, column
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.records.store import STUDY, Record, kept_records
-from common.reporting.columns import Column, Table, column
+from common.reporting.columns import Column
 from common.reporting.rows import Row, completed, grouped, kind_of
 
 

@@ -1,0 +1,129 @@
+"""The tables of text classification (3.1), questions about pictures (3.3) and preference tuning (3.4)."""
+
+from functools import partial
+from itertools import product
+from statistics import fmean
+
+from bench.tables.table import NOT_PUBLISHED, Table, published, waiting_for_task
+from common.base.specs import PARALLELISMS
+from common.records.store import Record
+from common.reporting.columns import NO_BASELINE, Column
+from common.reporting.rows import NOT_RUN, Row, clock, in_parts, setting_name, settings_of_task
+from common.reporting.tasks import ACCURACY, ALLOWED, DATES, FACTS, SHARE, WORDS, with_interval
+
+classified = partial(settings_of_task, task="classification")
+answered = partial(settings_of_task, task="visual_questions")
+preferred = partial(settings_of_task, task="preferences")
+
+# -- text classification
+
+
+def _peaks(row: Row) -> str:
+    """Return each device's peak in training; evaluation afterwards needs more."""
+    if row["status"] == NOT_PUBLISHED:
+        return " / ".join(f"{gb} GB" for gb in row["memory_gb"])
+    peaks = [entry.get("peak_training_gib") for entry in row["memory"]]
+    return " / ".join(NOT_RUN if peak is None else f"{peak:.2f}" for peak in peaks)
+
+
+def _not_classified(records: list[Record]) -> list[Row]:
+    """Return a row for each setting of a run folder for GPUs that nobody has run."""
+    return [
+        {
+            **row,
+            "technique": technique,
+            "parallel": parallel,
+            "config": row["config"] | ({"devices": 1} if PARALLELISMS[parallel].is_single else {}),
+        }
+        for row in waiting_for_task(records, "classification")
+        for technique, parallel in product(row["goal"].techniques, row["goal"].parallelisms)
+    ]
+
+
+def _shorter(row: Row) -> str:
+    name = setting_name(row).replace(" fine-tuning with", " with").replace(", 1 micro-batch (naive MP)", ", naive")
+    return name.replace(" micro-batches", " parts")
+
+
+PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
+
+# -- questions about pictures
+
+
+def _by_kind(records: list[Record]) -> list[Row]:
+    """Return the share of facts said right by kind of question, before and after, a mean over seeds."""
+
+    def mean(row: Row, when: str, kind: str) -> str:
+        found = [run["quality"].get(when) or {} for run in row["seeds"]]
+        shares = [each.get("facts_said_share_by_kind", {}).get(kind) for each in found]
+        return NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
+
+    return [
+        {"Setting": setting_name(row)}
+        | {
+            kind or "no kind": f"{mean(row, 'before', kind)} / {mean(row, 'after', kind)}"
+            for kind in row["quality"]["after"]["facts_said_share_by_kind"]
+        }
+        for row in answered(records)
+    ]
+
+
+SHARES = ("right_before", "commonest", "right_after", "swapped")
+
+# -- preference tuning
+
+
+def _reference_time(row: Row) -> str:
+    """Return how long the reference took before training; with adapters its pass is part of each step."""
+    seconds = [run["phases_s"]["reference"] for run in row["seeds"] if "reference" in run["phases_s"]]
+    return clock(fmean(seconds)) if seconds else "in each step"
+
+
+FACTS_SAID = FACTS.titled("Facts said")
+
+TABLES = {
+    "classification-settings": Table(
+        lambda records: [*classified(records), *_not_classified(records), *published(metric="accuracy")],
+        ("setting", "figures", "model_id", "devices", "epochs", "seeds", "best_accuracy", PEAKS, "time",
+         "speedup_of_task", "idle"),
+    ),
+    "classification-details": Table(
+        classified,
+        ("setting", ACCURACY.titled("Test accuracy (95 % interval)"),
+         Column("Test macro-F1 (95 % interval)", partial(with_interval, score="macro_f1")), "planned",
+         ALLOWED.titled("Allowed by machine and bubble"), SHARE.titled("Share of allowed, steps alone"), "command"),
+    ),
+    "classification-front": Table(
+        classified,
+        ("technique", "model_id", Column("Epochs", "config.num_train_epochs", "{} epochs"), "machine",
+         Column("Setting", lambda row: PARALLELISMS[row["parallel"]].label + in_parts(row)), "device_count", "seeds",
+         "best_accuracy", PEAKS.titled("Peak GiB"), "time as Time", "speedup_of_task"),
+        shared=("Technique", "Model", "Epochs", "Machine"),
+    ),
+    "found 3.1": Table(
+        lambda records: [*published(metric="accuracy"), *classified(records)],
+        (Column("Setting", _shorter), "short_figures", "short_devices", "best_accuracy as Accuracy",
+         PEAKS.titled("GiB per device"), "time"),
+    ),
+    "pictures-settings": Table(
+        lambda records: [*answered(records), *waiting_for_task(records, "visual_questions")],
+        ("setting", "figures", "model_id", "devices", "seeds", *SHARES, "mean_time", "speedup_of_task", "planned",
+         "command"),
+    ),
+    "pictures-kinds": Table(_by_kind),
+    "pictures-front": Table(
+        answered,
+        ("model_id", "machine", "setting", "seeds", *SHARES, "mean_time as Time"),
+        shared=("Model", "Machine"),
+    ),
+    "preferences-settings": Table(
+        lambda records: [*preferred(records), *waiting_for_task(records, "preferences")],
+        ("setting", "figures", "model_id", "devices", "seeds", "preferred", "reward", DATES, FACTS_SAID, WORDS,
+         Column("Reference", _reference_time), "mean_time", "speedup_of_task", "planned", "command"),
+    ),
+    "preferences-front": Table(
+        preferred,
+        ("model_id", "machine", "setting", "seeds", "preferred", DATES, FACTS_SAID, "mean_time as Time"),
+        shared=("Model", "Machine"),
+    ),
+}  # fmt: skip
