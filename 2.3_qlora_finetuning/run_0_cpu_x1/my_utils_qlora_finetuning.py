@@ -20,13 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator, within_budget
 from common.models.freeing import free_model
-from common.models.loading import (
-    check_equal_logits,
-    load_base_model,
-    next_token_logits,
-    waiting_on_host,
-    weight_dtype,
-)
+from common.models.loading import check_equal_logits, load_base_model, next_token_logits, waiting_on_host, weight_dtype
 from common.models.merging import comparing, reloaded_difference, tokens_at_once
 from common.models.quantization import dequantized, relative_error
 from common.planning.device_maps import whole_model_on

@@ -13,10 +13,7 @@ from common.data.answer_ends import save_stops
 from common.data.batches import within_budget
 from common.data.rows import Tokens, first_tokens
 from common.models.answering import answering_run, answering_stages, load_answering
-from common.models.loading import (
-    check_equal_logits,
-    save_tokenizer,
-)
+from common.models.loading import check_equal_logits, save_tokenizer
 from common.models.merge_room import merge_need, why_not_merged
 from common.models.merging import comparing, reloaded_difference, save_merged, tokens_at_once
 from common.models.saved_stages import wait_for_parts

@@ -44,13 +44,7 @@ from common.models.shards import byte_count, full_weights, global_numel, local_p
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.answer_logits import (
-    Batch,
-    loss_is_chunked,
-    on_device,
-    takes_logits_to_keep,
-    tell_of_answers,
-)
+from common.training.answer_logits import Batch, loss_is_chunked, on_device, takes_logits_to_keep, tell_of_answers
 from common.training.safe_loading import SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 

@@ -10,14 +10,7 @@ from common.base.specs import PARALLELISMS
 from common.data.rows import Splits
 from common.records.store import default_run_name
 from common.runtime.machines import digest_of_model, digest_of_rows
-from common.training.checkpoints import (
-    HOLDS,
-    WEIGHTS,
-    found_in,
-    has_full_state,
-    read_manifest,
-    steps_at,
-)
+from common.training.checkpoints import HOLDS, WEIGHTS, found_in, has_full_state, read_manifest, steps_at
 
 FORM = 2
 """Of a checkpoint's files, by which an older one's are told from it."""
