@@ -527,8 +527,8 @@ CHECKPOINTS = (
     Fault(
         "a checkpoint of steps with other rows is gone on from",
         "common/training/resuming.py",
-        '            differs["rows_per_step"],\n',
-        "            False,\n",
+        "for name, reason in reasons.items() if was[name] != own[name])\n",
+        "for name, reason in reasons.items() if was[name] != own[name] and name != 'rows_per_step')\n",
         _unit("resumable", "a_checkpoint_of_another_run_is_refused"),
     ),
     Fault(

@@ -1,12 +1,7 @@
-"""What a rank holds of the model that is trained: all of it, or its part.
-
-A parallelism names its kind of part in `common.base.specs.PARALLELISMS`. How a step goes stands in the workflows; a
-part knows what is left: gradients clipped by the whole model's norm, validation, checkpoints, and one model at the end.
-"""
+"""What a rank holds of the model that is trained: all of it, or its part (by parallelism: `PARALLELISMS`)."""
 
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -26,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
@@ -48,19 +43,18 @@ from common.training.answer_logits import Batch, loss_is_chunked, on_device, tak
 from common.training.safe_loading import SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 
-SHARDS = "shards"
-"""Folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them."""
+SHARDS = "shards"  # folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them
 # of what every rank has whole, one writes all
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-WHAT_IS_TRAINED = StateDictOptions(strict=False)
-"""What is frozen is not in a checkpoint."""
-
-
+WHAT_IS_TRAINED = StateDictOptions(strict=False)  # what is frozen is not in a checkpoint
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
 class Part:
     """All of the model, on this rank: on one device, on several one after the other (mp), or a replica (DDP).
+
+    How a step goes stands in the workflows; a part clips gradients by the whole model's norm, validates, writes and
+    reads checkpoints, and makes one model at the end.
 
     Attributes:
         module: What is called in training: the model, or what stands around it.
@@ -105,11 +99,7 @@ class Part:
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check what this kind of part needs, before anything is loaded.
-
-        Raises:
-            BadInputError: what is missing or does not fit, and what would.
-        """
+        """Check, before anything is loaded, what this kind of part needs; a BadInputError says what is missing."""
 
     # -- a step
 
@@ -125,11 +115,11 @@ class Part:
             return self.objective.loss(self.module(**inputs), labels, label_count)
 
     def back_propagate(self, batch: Batch, label_count: int) -> None:
-        """Compute the gradients of a batch in a step that is none of training's, to count its memory."""
+        """Compute a batch's gradients outside of training, to count the memory."""
         self.loss(batch, label_count).backward()
 
     def autocast(self) -> torch.autocast:
-        """Return a context in which matrix products are in 16 bits, where the run asks for it."""
+        """Return a context in which matrix products are in 16 bits, if the run asks for it."""
         dtype = torch.float16 if self.run.precision == "fp16-mixed" else torch.bfloat16
         enabled = self.autocasts and self.run.precision != "fp32"
         return torch.autocast(torch.device(self.rank.device).type, dtype, enabled=enabled)
@@ -154,19 +144,14 @@ class Part:
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what this rank keeps between steps beside weights and optimizer states, such as DDP's buckets.
 
-        Called after a backward pass, before its gradients, which are views of the buckets, are forgotten.
+        Called between the backward pass and `forget_gradients`, as gradients are views of the buckets.
         """
         if isinstance(self.module, DistributedDataParallel):
             self._buckets = self.gradients() or self._buckets
         return self._buckets
 
-    # -- rows
-
     def inputs_for_loss(self, batch: Batch) -> Batch:
-        """Return a collated batch, told where to compute logits if the model can be told.
-
-        It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
-        """
+        """Return a collated batch, still on the CPU, told where to compute logits if the model can be told."""
         if self.objective.pair_loss:
             return batch
         if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
@@ -177,22 +162,16 @@ class Part:
         return batch
 
     def fill(self, rows: list[Tokens]) -> list[Tokens]:
-        """Return the rows of a batch with those that it must be filled up with."""
+        """Return the rows of a batch, filled up to as many as it must have."""
         return rows
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Return, of what each rank did, that of the ranks with rows of their own.
-
-        Raises:
-            RuntimeError: ranks that were to work on the same rows did not.
-        """
+        """Return, of what each rank did, that of the ranks with rows of their own; others must have done the same."""
         if self.run.parallelism.splits_rows:
             return of_ranks
         if any(other != of_ranks[0] for other in of_ranks):
             raise RuntimeError(f"With {self.run.parallelism.label} all ranks work on the same rows, but they did not.")
         return of_ranks[:1]
-
-    # -- validation
 
     @torch.no_grad()
     def sums(self, batch: Batch) -> torch.Tensor:
@@ -204,11 +183,7 @@ class Part:
         return results.sum(0)
 
     def results(self, batch: Batch) -> torch.Tensor:
-        """Return what each row counts for (`Objective.results`), shape (rows, k), with dropout off.
-
-        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
-        vocabulary is large.
-        """
+        """Return what each row counts for (`Objective.results`), shape (rows, k), with logits of answers alone."""
         if self.objective.pair_results:
             return self.objective.pair_results(self.run, self.model, self.model, batch)
         if self.takes_chunks:
@@ -239,10 +214,7 @@ class Part:
     # -- checkpoints
 
     def state(self, is_full: bool) -> dict[str, Any]:
-        """Return this rank's part of the trained weights, and of a full state also of the optimizer.
-
-        What is frozen does not change, and is not in a checkpoint.
-        """
+        """Return this rank's part of the trained weights, and of a full state also of the optimizer."""
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
         weights = get_model_state_dict(self.model).items()
         parts = {"model": {name: weight for name, weight in weights if name in trained}}
@@ -252,7 +224,7 @@ class Part:
         return parts
 
     def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
-        """Write what `state` returned, and return this rank's files; nothing is gathered. Called on every rank."""
+        """Write what `state` returned, and return this rank's files; called on every rank."""
         # to copy ahead of the writing it would ask for a stream of the thread's GPU, which is the first on every rank
         writer = dcp.FileSystemWriter(folder / SHARDS, sync_files=False, per_thread_copy_ahead=0)
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=self.is_whole)
@@ -299,17 +271,13 @@ class Part:
         return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
 
     def held_by_one_device(self) -> Held:
-        """Return what one device would hold, with Adam's two states."""
+        """Return what one device would hold, with two states of each trained weight, as Adam has."""
         sizes = [(global_numel(each) * each.element_size(), each.requires_grad) for each in self.model.parameters()]
         of_trained = sum(size for size, is_trained in sizes if is_trained)
         return Held(sum(size for size, _ in sizes), of_trained, 2 * of_trained)
 
     def check_shard_memory(self, held: Held) -> None:
-        """Check that what this rank holds is divided as it was asked for.
-
-        Raises:
-            RuntimeError: with both sizes.
-        """
+        """Check that what this rank holds is divided as it was asked for; a RuntimeError says both sizes."""
 
     def for_record(self) -> dict[str, object]:
         """Return what was measured in training; called on every rank."""
@@ -318,8 +286,8 @@ class Part:
 
 def clip_divided(
     gradients: list[torch.Tensor],
-    divided: Iterable[torch.Tensor],
-    whole: Iterable[torch.Tensor],
+    divided: list[torch.Tensor],
+    whole: list[torch.Tensor],
     max_norm: float,
     device: str | torch.device,
     group: dist.ProcessGroup | None = None,
@@ -329,10 +297,9 @@ def clip_divided(
     This rank's `gradients` are scaled down to `max_norm`; 0 = they stay. Called on every rank of `group`.
     """
     # on this rank's own device: offloaded gradients, or none, are on the host, where NCCL sums nothing
-    squares = get_total_norm(list(divided)).to(device).float() ** 2
+    squares = get_total_norm(divided).to(device).float() ** 2
     dist.all_reduce(squares, group=group)
-    counted_once = list(whole)
-    norm = (squares + get_total_norm(counted_once) ** 2 if counted_once else squares).sqrt()
+    norm = (squares + get_total_norm(whole) ** 2 if whole else squares).sqrt()
     if max_norm and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -350,41 +317,31 @@ def part_class(run: RunConfig) -> type[Part]:
     return resolve_name(run.parallelism.part)
 
 
-# -- what a rank holds and sends
-
-MEASURED_STEP = 2
-"""In the first step engines do what they do once, and the optimizer has no states yet."""
+MEASURED_STEP = 2  # in the first one engines do what they do once, and the optimizer has no states yet
 
 
 class UsageReport(TrainerCallback):
     """Measures what this rank holds and sends in the second step of a run."""
 
     def __init__(self, part: Part) -> None:
-        """Measure what `part` holds and sends."""
         self.part, self.sent, self.step = part, SentBytes(), 0
         self.held: Held | None = None
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self.step += 1
         if self.step == MEASURED_STEP:
             self.sent.__enter__()
 
     @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.held = self.part.held()
             self.part.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.sent.__exit__(None, None, None)
 

@@ -1,7 +1,4 @@
-"""A training's checkpoints: when one is due, how large it is, how it is written, and where a resumed run begins.
-
-What a checkpoint is made of is `Part.state`'s; that it is there whole or not at all, `common.training.checkpoints`'.
-"""
+"""A training's checkpoints: when one is due, how large it is, how it is written, and where a resumed run begins."""
 
 import math
 import os
@@ -10,10 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -54,30 +50,24 @@ from common.training.checkpoints import (
 from common.training.part import Part
 from common.training.resuming import about_run, check_resumable, say_changes
 
+# on the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
+# and those that were the best when the newest full state was written
 MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
-"""On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
-and those that were the best when the newest full state was written."""
-MEET_S = 20.0
-"""At most so many seconds lie between two meetings of the ranks, or one step where that takes longer."""
-RANDOM = "rng_state_{}.pth"
-"""A rank's file: its random numbers, and what else is its own."""
+MEET_S = 20.0  # at most so many seconds lie between two meetings of the ranks, or one step where that takes longer
+RANDOM = "rng_state_{}.pth"  # a rank's file: its random numbers, and what all ranks have alike
 
 
 class Saver:
-    """Writes the checkpoints of a training, and finds the one to resume from.
+    """Writes the checkpoints of a training, and finds the one to resume from; methods are called on every rank.
 
     Attributes:
-        folder: Where the checkpoints are.
-        schedule: When a full state is due.
         sizes: Bytes of each checkpoint that this run has written, by what it holds.
         waits_s: Seconds that training waited for them.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
-        resumes_from: The checkpoint that training resumes from, if it does.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
 
     def __init__(self, part: Part, log: RunRecorder, rows: int) -> None:
-        """Save `part` in the results folder of `log`; `rows`: of training. Called on every rank."""
         self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
         self.schedule = SaveSchedule(log.run.max_lost_minutes)
@@ -90,9 +80,7 @@ class Saver:
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
     def begin(self, state: TrainerState) -> None:
-        """Find where training begins, and say on rank 0 how many checkpoints there will be; called on every rank.
-
-        `state` has the steps of the whole training.
+        """Find where training begins; rank 0 says how often it will save. `state` has the steps of all training.
 
         Raises:
             BadInputError: the checkpoint to resume from is damaged, or of another run.
@@ -100,8 +88,7 @@ class Saver:
         run = self.log.run
         size = checkpoint_size(run, self.part.model.parameters())
         if run.parallelism.pipelines:  # a rank has its own stage
-            stages = gather_object([size])
-            size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
+            size = CheckpointSize(*map(sum, zip(*gather_object([size]), strict=True)))
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
@@ -135,8 +122,8 @@ class Saver:
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
         """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
 
-        Where training goes on meanwhile, it waits for a copy on the host alone, and for the checkpoint before.
-        Called on every rank; `of_all` is what all ranks have alike, kept beside each one's random numbers.
+        In the background, training waits only for a copy on the host, and for the checkpoint before.
+        `of_all` is what all ranks have alike, kept beside each one's random numbers.
 
         Raises:
             AskedToEndError: The run was asked to save and to end; all is written.
@@ -181,14 +168,14 @@ class Saver:
         self.wait_and_commit()
 
     def commit_if_written(self, evaluates: bool, step: int) -> None:
-        """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
+        """Commit, after a step, what is written where the ranks meet anyway."""
         meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
             with self._holding_up():
                 self.wait_and_commit()
 
     def wait_and_commit(self) -> None:
-        """Wait until all is written, and commit it; called on every rank."""
+        """Wait until all is written, and commit it."""
         if not self.unfinished:
             return
         unfinished, self.unfinished = self.unfinished, None
@@ -199,7 +186,7 @@ class Saver:
             rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
 
     def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
-        """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
+        """Return whether the hosts of all ranks can hold a copy of what they write."""
         ranks_here = 1 if self.part.is_whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
         return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
@@ -318,8 +305,7 @@ def load_random_numbers(file: Path) -> None:
 # -- how large
 
 
-@dataclass(frozen=True)
-class CheckpointSize:
+class CheckpointSize(NamedTuple):
     """Bytes of a checkpoint on the disk: of the best weights alone, and of a full state, with the optimizer."""
 
     weights_bytes: int
@@ -327,28 +313,21 @@ class CheckpointSize:
 
 
 def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> CheckpointSize:
-    """Return the size of `run`'s checkpoints; `model_weights`: all of the model's, also where a rank holds parts.
-
-    A checkpoint has what is trained alone.
-    """
+    """Return the size of `run`'s checkpoints, which have what is trained of `model_weights`, wherever the parts are."""
     trained = [weight for weight in model_weights if weight.requires_grad]
-    saved_bytes = sum(map(_whole_bytes, trained))
+    sizes = [global_numel(weight) * weight.element_size() for weight in trained]
     # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
     per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
-    # None: two states as wide as the weight, as Adam has
-    states = (2 * _whole_bytes(each) if per_weight is None else global_numel(each) * per_weight for each in trained)
-    return CheckpointSize(saved_bytes, saved_bytes + math.ceil(sum(states)))
-
-
-def _whole_bytes(weight: torch.Tensor) -> int:
-    return global_numel(weight) * weight.element_size()
+    if per_weight is None:  # two states as wide as the weight, as Adam has
+        return CheckpointSize(sum(sizes), 3 * sum(sizes))
+    return CheckpointSize(sum(sizes), sum(sizes) + math.ceil(sum(map(global_numel, trained)) * per_weight))
 
 
 # -- when
 
 
 class SaveSchedule(TrainerCallback):
-    """Asks for a full state after each `save_steps` steps, or where more minutes than allowed would be lost.
+    """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
     A SIGUSR1 also asks for one, after which the run ends.
 
@@ -365,20 +344,14 @@ class SaveSchedule(TrainerCallback):
     """
 
     def __init__(self, max_lost_minutes: float) -> None:
-        """Without save_steps a full state is due before `max_lost_minutes` of training would be lost."""
         self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
         self.is_asked, self.pace_s = False, 0.0
         self.saved(0)
 
     @override
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Begin to count.
-
-        Raises:
-            AskedToEndError: A rank was asked to save before the first step.
-        """
         self.saved(state.global_step)  # what this run resumes from is saved already
         if any(gather_object([is_asked_to_save()])):
             raise AskedToEndError(
@@ -386,9 +359,7 @@ class SaveSchedule(TrainerCallback):
             )
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step >= self.next_meeting or control.should_training_stop:
             self.meet(state)
         control.should_save = control.should_save or self.is_due(state, control)
@@ -422,10 +393,10 @@ class SaveSchedule(TrainerCallback):
 # -- what is said before
 
 
-def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool = True) -> str:
-    """Return one line: how often a run saves, in the steps that `state` counts, and what that takes on the disk.
+def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool) -> str:
+    """Return how often a run saves, in the steps that `state` counts, and what that takes on the disk.
 
-    `waits`: whether training does not go on meanwhile.
+    `waits`: whether training waits meanwhile.
     """
     full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
     validations = math.ceil(state.max_steps / state.eval_steps)
