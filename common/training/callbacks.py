@@ -1,4 +1,4 @@
-"""What a run says while it trains: first-step report of every rank, and progress lines of rank 0."""
+"""What a run says while it trains: a report of each rank's first step, and progress lines of rank 0."""
 
 import time
 from dataclasses import dataclass, field
@@ -52,19 +52,13 @@ def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
 
 
 class FirstStepReport(TrainerCallback):
-    """After step 1: the memory of each of this rank's devices, and its mini-batch.
-
-    So that a reader sees that ranks get different rows.
-    """
+    """After step 1: the memory of each of this rank's devices, and its mini-batch, as ranks get different rows."""
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`work` is what the loop counts into."""
         self.rank, self.work, self.tokenizer = rank, work, tokenizer
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step != 1:
             return
         for device in self.rank.devices:
@@ -84,8 +78,7 @@ class FirstStepReport(TrainerCallback):
         print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 
 
-SAMPLED_PER_WEIGHT = 65_536
-"""Elements of each weight tensor that `UpdateReport` looks at, evenly spread."""
+SAMPLED_PER_WEIGHT = 65_536  # elements of each weight tensor that `UpdateReport` looks at, evenly spread
 
 
 class UpdateReport(TrainerCallback):
@@ -96,8 +89,8 @@ class UpdateReport(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        # step, elements that it changed (on their device: to read them is to wait for it), and those looked at
         self.changed_by_step: list[tuple[int, torch.Tensor, int]] = []
-        """Step, elements that it changed (on their device: to read them is to wait for it), and those looked at."""
         self.before: list[torch.Tensor] = []
 
     @override
@@ -105,10 +98,10 @@ class UpdateReport(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: object,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        **kwargs: object,
+        **__: object,
     ) -> None:
         # warm-up begins at a rate of 0, with which nothing is updated
         if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
@@ -116,12 +109,7 @@ class UpdateReport(TrainerCallback):
 
     @override
     def on_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: torch.nn.Module, **__: object
     ) -> None:
         if self.before:
             pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
@@ -152,28 +140,19 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         # the last steps, too, where their number is no multiple of the interval
         control.should_log = control.should_log or state.global_step == state.max_steps
 
     @override
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float],
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, *_: object, logs: dict[str, float], **__: object
     ) -> None:
         # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)

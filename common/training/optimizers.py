@@ -38,12 +38,8 @@ def training_arguments(
 ) -> TrainingArguments:
     """Return Transformers' settings of a training, which callbacks and trackers read, from the run's.
 
-    Args:
-        run: As it trains.
-        output_folder: Where checkpoints go.
-        keeps: Whether the training reports, validates and saves.
-        kind: Of arguments.
-        more: Settings beside the run's.
+    `keeps`: whether the training reports, validates and saves, in `output_folder`. `kind`: of arguments. `more`: settings
+    beside the run's.
     """
     every, trackers = "steps" if keeps else "no", names_in(run.report_to if keeps else "none")
     return kind(

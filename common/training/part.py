@@ -71,7 +71,6 @@ class Part:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
-        """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.is_whole = not run.parallelism.holds_parts
         self.module = module
@@ -100,8 +99,6 @@ class Part:
     @classmethod
     def check(cls, run: RunConfig) -> None:
         """Check, before anything is loaded, what this kind of part needs; a BadInputError says what is missing."""
-
-    # -- a step
 
     def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
         """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
@@ -238,8 +235,6 @@ class Part:
         if is_full:
             states = parts[self.optimizer_name]
             set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
-
-    # -- one model of all parts
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""

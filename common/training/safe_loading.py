@@ -51,7 +51,7 @@ class SafeReader(FileSystemReader):
 
 
 def load_zero_state(path: str, map_location: Any = None) -> Any:
-    """Return what a file of DeepSpeed's checkpoint holds, in place of its own reader; a RunStoppedError says why not."""
+    """Return what a file of DeepSpeed's checkpoint holds, in its own reader's place; a RunStoppedError says why not."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # here: other runs need none
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -14,10 +14,7 @@ from torch.utils._pytree import tree_leaves
 from common.hardware.devices import MIB
 from common.models.shards import byte_count, local_part
 
-# -- what a rank holds
-
-UNEVEN_SHARE = 0.05
-"""By which a rank's bytes may be off its part, such as for padding."""
+UNEVEN_SHARE = 0.05  # by which a rank's bytes may be off its part, such as for padding
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Held:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's states on this rank; their step counters are left out."""
+    """Return an optimizer's states on this rank, without their step counters."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return [local_part(state) for state in states if state.numel() > 1]
 
@@ -57,11 +54,7 @@ def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
 
 
 def check_part(what: str, local_bytes: int, parts: tuple[float, float]) -> None:
-    """Check that a rank holds a part of what is divided: between the least and the most of `parts`.
-
-    Raises:
-        RuntimeError: with the sizes.
-    """
+    """Check that a rank holds between the least and the most of `parts` of what is divided."""
     least, most = parts
     if not (1 - UNEVEN_SHARE) * least <= local_bytes <= (1 + UNEVEN_SHARE) * most:
         raise RuntimeError(
@@ -69,10 +62,8 @@ def check_part(what: str, local_bytes: int, parts: tuple[float, float]) -> None:
         )
 
 
-# -- what a rank sends
-
+# where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone
 NAMESPACES = ("c10d", "_c10d_functional")
-"""Where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone."""
 SENT_SHARE = {
     "allreduce_": 2,
     "all_reduce": 2,
