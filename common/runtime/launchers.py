@@ -24,11 +24,7 @@ END_S = 2.0  # how long a process may take to end by itself when it is told to
 
 
 def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun.
-
-    Raises:
-        BadInputError: The run has ranks on several machines, and each needs a command of its own.
-    """
+    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun."""
     if run.nodes > 1:
         each = shlex.join([*nodes_command(run.nodes, run.ranks_per_node), script, *overrides])
         raise BadInputError(
@@ -51,7 +47,7 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     bitsandbytes (which PEFT imports) came to life before.
 
     Raises:
-        BadInputError: If a rank refuses its input; nothing was written.
+        BadInputError: a rank refuses its input.
     """
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,7 +85,7 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
     """Run a command and print its output line by line as it comes (a notebook's `!` would hide a failure).
 
     Raises:
-        RuntimeError: If the command ends with another exit code than 0.
+        RuntimeError: the command ends with another exit code than 0.
     """
     said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
     print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself

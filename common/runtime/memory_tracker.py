@@ -17,15 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from common.planning.terms import PARTS
 
-ALLOCATION_BYTES = 512
-"""CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+ALLOCATION_BYTES = 512  # CUDA's allocator hands out multiples (kMinBlockSize in c10/cuda/CUDACachingAllocator)
+# what follows the last layer of a device without a head: the hidden state is sent, and its gradient received
 HANDING_ON = "handing on"
-"""What follows the last layer of a device without a head: the hidden state is sent, and its gradient received."""
 
-Bytes = dict[str, float]
-"""Bytes of each of `PARTS`."""
-Timeline = dict[str, Bytes]
-"""What is alive at the highest moment of each segment of the step."""
+Bytes = dict[str, float]  # of each of `PARTS`
+Timeline = dict[str, Bytes]  # what is alive at the highest moment of each segment of the step
 
 
 class Watch(Protocol):
@@ -42,7 +39,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, vocab_size: int, rounded_to: int = ALLOCATION_BYTES) -> None:
-        """`vocab_size` tells logits by their last dimension; sizes are rounded up to `rounded_to` bytes."""
+        """Tell logits by their last dimension, `vocab_size`; sizes are rounded up to `rounded_to` bytes."""
         super().__init__()
         self.vocab_size, self.rounded_to = vocab_size, rounded_to
         self.part_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -116,15 +113,11 @@ class MemoryTracker(TorchDispatchMode):
         return made
 
     def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> str:
-        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == "weights":
+        if func is torch.ops.aten._to_copy.default and self.part_of.get(_storage_of(args[0]), [""])[0] == "weights":
             return "weights"  # autocast's copy in the precision of the arithmetic
         if self.new_part == "activations" and tensor.dim() and tensor.shape[-1] == self.vocab_size:
             return "logits"
         return self.new_part
-
-    def _part(self, tensor: torch.Tensor) -> str | None:
-        entry = self.part_of.get(_storage_of(tensor))
-        return entry[0] if entry else None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -135,8 +128,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 def like_cuda() -> AbstractContextManager:
     """Have a CPU choose the operations that a GPU would.
 
-    Dropout keeps a mask of bytes; attention's kernels keep a seed for theirs; autocast computes layer norms and softmax
-    in fp32.
+    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms and softmax in fp32.
     """
     layer_norm, softmax, attention = functional.layer_norm, functional.softmax, functional.scaled_dot_product_attention
 

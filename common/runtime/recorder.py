@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import islice, repeat
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from typing_extensions import override
 
 from common.base.errors import (
     AskedToEndError,
@@ -30,8 +30,7 @@ from common.base.secrets import hide_secrets
 from common.base.torchrun import nodes_command
 from common.hardware import devices
 from common.planning.architectures import cached_commit
-from common.planning.memory_plan import DeviceMemory
-from common.planning.phases import TRAINING, Phase
+from common.planning.phases import TRAINING
 from common.planning.plans import Plan
 from common.records.store import (
     PLAN_TOLERANCE,
@@ -48,30 +47,21 @@ from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
 
-LOST_LOCK_S = 120.0
-"""How long the file system of a shared disk may keep the lock of a machine that was lost."""
-
-
-def why_one_disk(run: RunConfig) -> str:
-    """Return why the run's machines must share a disk; empty where each can have its own."""
-    return "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
+LOST_LOCK_S = 120.0  # how long the file system of a shared disk may keep the lock of a machine that was lost
 
 
 class RunRecorder:
-    """Collect what a run measures, and write its record, also when a phase fails.
+    """Collects what a run measures, and writes its record; every rank of a run makes one.
 
-    Every rank of a run makes one, which gives the run its results folder (`ResultsFolder`) and starts the watch over
-    its ranks (`Watch`). A phase left by an exception writes a record with status `oom`, `interrupted` or `failed`.
+    It takes the run's results folder and starts the watch over the ranks. A phase left by an exception writes a record
+    with status `oom`, `interrupted` or `failed`.
 
     Attributes:
-        run_name, folder: The run's name, and its results folder.
         resumes: Whether this start resumes what an earlier one left in the results folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
-        phases_s: Seconds of each phase so far.
         plan: What training was planned to take, once it starts.
         data: Rows and tokens that were read, once they are counted.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
-        command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
         repeats: Whether every batch has all rows, in order, as in a `Trial` of the longest ones.
@@ -81,22 +71,15 @@ class RunRecorder:
     keeps, repeats = True, False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
-        """Take the results folder; where the run resumes, with what the last start left there."""
         self.run, self.rank, self.command_rows = run, rank, run.per_device_eval_batch_size
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
         marks, takes_last = marks_of_launchers(folder), run.resume_from_checkpoint == LAST
         self.resumes = takes_last or bool(marks)
-        self.results = ResultsFolder(
-            folder,
-            rank,
-            # a machine that was added may have a disk with another run of this name
-            is_resumed=takes_last or has_mark(folder, marks),
-            nodes=run.nodes,
-            why_one_disk=why_one_disk(run),
-            lock_timeout_s=LOST_LOCK_S if marks else 0.0,
-        )
+        is_resumed = takes_last or has_mark(folder, marks)  # a machine that was added may have another run of this name
+        one_disk = "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
+        self.results = ResultsFolder(folder, rank, is_resumed, run.nodes, one_disk, LOST_LOCK_S if marks else 0.0)
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
@@ -137,10 +120,7 @@ class RunRecorder:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
     def _failed(self, error: BaseException, phase: str) -> None:
-        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it.
-
-        A run that refuses its input before it trains leaves nothing.
-        """
+        """Keep how this rank ended, but not over what went wrong first; a run that refuses its input leaves nothing."""
         if isinstance(error, BadInputError) and self.step is None and not self.resumes:
             self.stop()
             self.results.discard()
@@ -236,31 +216,19 @@ class RunRecorder:
         }
 
 
-class Uncounted:
-    """Stands in for `PeakMemory` where peaks are read by who tries the steps."""
-
-    current = ""
-
-    def phase(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that leaves the peaks as they are."""
-        return nullcontext()
-
-    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> AbstractContextManager[None]:
-        """Return a context that counts nothing."""
-        return nullcontext()
-
-
 class Trial:
-    """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept."""
+    """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept.
+
+    `folder` is for what a library must write.
+    """
 
     keeps = writes = False
     repeats = True
     run_name = "trial"
 
     def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
-        """Try `run` on this rank; `folder` is for what a library must write."""
         self.run, self.rank, self.folder, self.callbacks = run, rank, folder, list(callbacks)
-        self.memory = Uncounted()
+        self.memory = Uncounted(rank)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times and says nothing."""
@@ -344,13 +312,11 @@ class PeakMemory:
     def figures(self, plan: Plan | None) -> list[dict[str, object]]:
         """Return what the record says of each device, beside what `plan` has for it."""
         self.enter(self.current)
-        first, count = self.rank.rank, len(self.rank.devices)
-        planned = zip(plan.devices, plan.phases, strict=True) if plan else repeat((None, ()))
-        of_own = islice(planned, first, first + count)
-        return [self._of_device(device, *each) for device, each in zip(self.rank.devices, of_own, strict=True)]
+        return [self._of_device(device, plan, self.rank.rank + n) for n, device in enumerate(self.rank.devices)]
 
-    def _of_device(self, device: str, planned: DeviceMemory | None, phases: tuple[Phase, ...]) -> dict[str, object]:
+    def _of_device(self, device: str, plan: Plan | None, number: int) -> dict[str, object]:
         reading, on_cpu = devices.read_memory(device), device == "cpu"
+        planned, phases = (plan.devices[number], plan.phases[number]) if plan else (None, ())
         measured = {name: peaks[device] for name, peaks in self.by_phase.items() if device in peaks}
         return {
             "rank": self.rank.rank,
@@ -366,6 +332,18 @@ class PeakMemory:
             "peak_rss_gib": devices.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
         }
+
+
+class Uncounted(PeakMemory):
+    """Leaves the peaks as they are, where they are read by who tries the steps."""
+
+    @override
+    def enter(self, phase: str) -> None:
+        self.current = phase
+
+    @override
+    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
@@ -388,7 +366,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
 
 
 def planned_figures(plan: Plan) -> dict[str, object]:
-    """Return what was planned: the first device's memory by part, and a step's time; all projected."""
+    """Return what was planned: the first device's memory by part, and a step's time."""
     batch, memory = plan.job.batch, plan.devices[0]
     return {
         "batch": {"rows": batch.rows, "length": batch.length, "labelled": batch.labelled},
@@ -415,7 +393,7 @@ def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object]
 
 
 def commit_of_model(run: RunConfig) -> str | None:
-    """Return the commit of the Hub's model that a run's weights are from; None of a folder's and of random ones."""
+    """Return the commit of the Hub's model that a run's weights are from; None for folders and random weights."""
     return cached_commit(run.model, run.model_revision) if run.weights == "pretrained" else None
 
 

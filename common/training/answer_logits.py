@@ -17,7 +17,7 @@ Model = PreTrainedModel | PeftModel
 
 
 def on_device(batch: Batch, device: str | torch.device) -> Batch:
-    """Return the model's inputs on `device`, without a wait for a GPU: from pinned memory the host goes on meanwhile."""
+    """Return the model's inputs on `device`, without a wait for a GPU: copied from pinned memory."""
     inputs = {name: value for name, value in batch.items() if name != "row"}
     if torch.device(device).type == "cpu":
         return inputs

@@ -38,8 +38,7 @@ def training_arguments(
 ) -> TrainingArguments:
     """Return Transformers' settings of a training, which callbacks and trackers read, from the run's.
 
-    `keeps`: whether the training reports, validates and saves, in `output_folder`. `kind`: of arguments. `more`: settings
-    beside the run's.
+    `keeps`: whether the training reports, validates and saves, in `output_folder`. `more`: settings beside the run's.
     """
     every, trackers = "steps" if keeps else "no", names_in(run.report_to if keeps else "none")
     return kind(

@@ -80,7 +80,7 @@ def evaluate_after(
     """Score what the tuned model makes of rows that had no part in training nor in choosing the checkpoint.
 
     `score`: the task's. Where answers are judged, it gets the tuned model itself, the base as before, and an
-    independent judge. The base loads again (by `device_map`) while the tuned model waits in the host's memory, so that a
+    independent judge. The base loads again (by `device_map`) while the tuned model waits in the host's memory, as a
     device holds one of them at a time; one in stages, whose answers are there, is freed.
     """
 
