@@ -199,10 +199,8 @@ class ResultsFolder:
                 self.lock.acquire()
                 check_free_for_run(self.path)
         except Timeout:
-            name = self.path.name
-            refusals = [
-                f"Another run is writing to the results folder {name}: wait for it, end it, or pass another --run_name."
-            ]
+            said = f"Another run is writing to the results folder {self.path.name}: "
+            refusals = [said + "wait for it, end it, or pass another --run_name."]
         except BadInputError as refused:
             refusals = [str(refused)]
         if refusals := gather_object(refusals):

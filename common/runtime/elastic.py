@@ -38,9 +38,7 @@ def run_as_started(run: RunConfig) -> RunConfig:
         "learning_rate_scaling": "none",
     }
     if run.is_sharded and started < 2:
-        raise BadInputError(
-            f"1 rank started, but {run.parallel} divides the model among two or more: start more machines."
-        )
+        raise BadInputError(f"1 rank started, but {run.parallel} divides the model among two or more: start more.")
     if run.goal.summarizes:  # whose rows are divided into parts, of which a rank may have several
         return run.changed_to(**changes, partitions=run.partition_count)
     if run.dp_replicate_size > 1:

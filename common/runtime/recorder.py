@@ -14,16 +14,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from typing_extensions import override
 
-from common.base.errors import (
-    AskedToEndError,
-    BadInputError,
-    RunStoppedError,
-    is_full_disk,
-    is_of_the_network,
-    said_by,
-    status_of,
-    told_later,
-)
+from common.base import errors
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
@@ -32,16 +23,8 @@ from common.hardware import devices
 from common.planning.architectures import cached_commit
 from common.planning.phases import TRAINING
 from common.planning.plans import Plan
-from common.records.store import (
-    PLAN_TOLERANCE,
-    RECORD_NAME,
-    SCHEMA_VERSION,
-    Record,
-    default_run_name,
-    environment,
-    settings_anywhere,
-    write_json,
-)
+from common.records import store
+from common.records.store import RECORD_NAME, Record
 from common.runtime.disks import ResultsFolder, has_mark, marks_of_launchers
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
@@ -73,7 +56,7 @@ class RunRecorder:
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         self.run, self.rank, self.command_rows = run, rank, run.per_device_eval_batch_size
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.run_name = run.run_name or default_run_name(run, rank.launcher)
+        self.run_name = run.run_name or store.default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
         marks, takes_last = marks_of_launchers(folder), run.resume_from_checkpoint == LAST
         self.resumes = takes_last or bool(marks)
@@ -104,15 +87,15 @@ class RunRecorder:
         try:
             yield
         except BaseException as error:  # an interrupt ends a run, too
-            with told_later():
+            with errors.told_later():
                 hide_secrets(error)
                 self._failed(error, name)
-            if status_of(error) == "oom":
-                raise RunStoppedError(self._out_of_memory(name)) from error
-            if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
-                raise RunStoppedError(
-                    f"The disk of {self.folder} is full ({name}: {said_by(error)}): make room there, or pass another "
-                    f"--results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+            if errors.status_of(error) == "oom":
+                raise errors.RunStoppedError(self._out_of_memory(name)) from error
+            if errors.is_full_disk(error) and not isinstance(error, errors.RunStoppedError):  # that has said it already
+                raise errors.RunStoppedError(
+                    f"The disk of {self.folder} is full ({name}: {errors.said_by(error)}): make room there, or pass "
+                    f"another --results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
                 ) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
@@ -121,22 +104,22 @@ class RunRecorder:
 
     def _failed(self, error: BaseException, phase: str) -> None:
         """Keep how this rank ended, but not over what went wrong first; a run that refuses its input leaves nothing."""
-        if isinstance(error, BadInputError) and self.step is None and not self.resumes:
+        if isinstance(error, errors.BadInputError) and self.step is None and not self.resumes:
             self.stop()
             self.results.discard()
             return
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
-        rank, is_lost_rank = self.rank.rank, is_of_the_network(error)
-        lost = f"another rank is gone, as rank {rank} saw ({said_by(error)}): its output says why"
+        rank, is_lost_rank = self.rank.rank, errors.is_of_the_network(error)
+        lost = f"another rank is gone, as rank {rank} saw ({errors.said_by(error)}): its output says why"
         figures = {
             "failed_phase": phase,
-            "failed_rank": None if is_lost_rank or isinstance(error, AskedToEndError) else rank,
+            "failed_rank": None if is_lost_rank or isinstance(error, errors.AskedToEndError) else rank,
             "failed_step": self.step() if self.step else None,
             "error": lost if is_lost_rank else f"{type(error).__name__}: {error}",
         }
         self.stop()
-        self._keep_failure(status_of(error), figures, follows=is_lost_rank or isinstance(error, SystemExit))
+        self._keep_failure(errors.status_of(error), figures, follows=is_lost_rank or isinstance(error, SystemExit))
 
     def _hangs(self, said: str) -> None:
         self._keep_failure("failed", {"failed_rank": self.rank.rank, "error": said}, follows=True)
@@ -145,7 +128,7 @@ class RunRecorder:
         if follows and (self.folder / RECORD_NAME).exists():
             return
         try:
-            write_json(self._record(status, figures), self.folder / RECORD_NAME)
+            store.write_json(self._record(status, figures), self.folder / RECORD_NAME)
         except OSError as error:
             print(f"WARNING: the record of this failure cannot be written ({error}).")
 
@@ -184,7 +167,7 @@ class RunRecorder:
         cost = rent(self.gpu(), self.run.devices, sum(self.phases_s.values()) / 3600)
         record = self._record("completed", {"cost": cost, **figures, "memory": memory})
         if self.writes:
-            write_json(record, self.folder / RECORD_NAME)
+            store.write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             where = self.folder.relative_to(self.folder.parents[1])
             print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
@@ -196,7 +179,7 @@ class RunRecorder:
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": store.SCHEMA_VERSION,
             "status": status,
             "technique": self.run.technique,
             "parallel": self.run.parallel,
@@ -205,9 +188,9 @@ class RunRecorder:
             "launcher": self.rank.launcher,
             "command": command_of(replace(self.run, per_device_eval_batch_size=self.command_rows), self.rank),
             "started_at": self.started_at,
-            "config": settings_anywhere(self.run),
+            "config": store.settings_anywhere(self.run),
             "model_commit": commit_of_model(self.run),
-            "environment": environment(self.run),
+            "environment": store.environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
             "planned": planned_figures(self.plan) if self.plan else None,
@@ -356,7 +339,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
         planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
         if entry["device"] == "cpu":
             planned_gib, peak_gib = (entry[f"{kind}_gib_by_phase"].get(TRAINING) for kind in ("planned", "peak"))
-        if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE:
+        if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > store.PLAN_TOLERANCE:
             lines.append(
                 f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
                 f"{peak_gib / planned_gib - 1:+.0%} of the {planned_gib:.2f} GiB planned: "
@@ -409,6 +392,6 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
     literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
     usual = literal.to_dict()
-    changed = {name: value for name, value in settings_anywhere(run).items() if value != usual[name]}
+    changed = {name: value for name, value in store.settings_anywhere(run).items() if value != usual[name]}
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
     return shlex.join([*launchers.get(rank.launcher, ["python"]), Path(sys.argv[0]).name, *overrides])

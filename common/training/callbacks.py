@@ -62,11 +62,8 @@ class FirstStepReport(TrainerCallback):
         if state.global_step != 1:
             return
         for device in self.rank.devices:
-            memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
-            print(
-                f"memory{where}: now {memory.now_gib:.2f} GiB, peak {memory.peak_gib:.2f} GiB, "
-                f"total {memory.total_gib:.1f} GiB"
-            )
+            is_at, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
+            print(f"memory{where}: now {is_at.now_gib:.2f}, peak {is_at.peak_gib:.2f}, total {is_at.total_gib:.1f} GiB")
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
             laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
@@ -160,10 +157,8 @@ class ProgressReport(TrainerCallback):
             return
         elapsed_s = time.perf_counter() - self.start_s
         if self.log_format == "json":
-            validation = {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs}
-            print_figures(
-                {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
-            )
+            figures = {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1)}
+            print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs})
             return
         done = max(1, state.global_step - self.first_step)  # of this start; others may have been before
         left_s = elapsed_s / done * (state.max_steps - state.global_step)

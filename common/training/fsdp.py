@@ -39,9 +39,7 @@ class Shards(Part):
     @override
     def check(cls, run: RunConfig) -> None:
         if not layers_of(model_without_weights(run)):
-            raise BadInputError(
-                f"FSDP gathers a model layer by layer, but {run.model} has no layers: pass another --model."
-            )
+            raise BadInputError(f"FSDP gathers a model by layers, but {run.model} has none: pass another --model.")
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:

@@ -133,7 +133,6 @@ class TrainingLoop:
         self._tell("on_init_end")
 
     def _tell_of_rows(self, learnt: Splits, plan: Plan | None) -> None:
-        """Print how many rows there are, and what training them is planned to take."""
         log, run = self.log, self.run
         log.data = summary_of(learnt.train, learnt.validation, run)
         if not log.keeps:
@@ -205,7 +204,6 @@ class TrainingLoop:
         self._tell("on_train_end")
 
     def _steps_of(self, rows_of_steps: list[list[int]]) -> Iterator[Step]:
-        """Yield the steps of an epoch, or of what is left of it, until training is to stop."""
         own = [self.own_batches(rows) for rows in rows_of_steps]
         loader = self._loader(self.train_rows, [each for batches in own for each in batches], self.batch_of)
         loaded = map(self._counted, loader)
@@ -224,7 +222,6 @@ class TrainingLoop:
     def _loader(
         self, rows: Sequence[Tokens] | TrainingRows, batches: list[list[int]], collate: Callable[[list[Tokens]], Batch]
     ) -> DataLoader:
-        """Return a loader of these batches of rows, which draws no random number of training's."""
         workers, own_numbers = self.args.dataloader_num_workers, torch.Generator()
         return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own_numbers)
 
@@ -364,7 +361,6 @@ class TrainingLoop:
             print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 
     def _tell(self, event: str, **about: object) -> None:
-        """Tell all callbacks of an event, which may change what is to follow."""
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **about)
 
     def _log(self, figures: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ from common.models.loading import weight_dtype
 from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
-from common.training.answer_logits import loss_is_chunked, on_device
+from common.training.answer_logits import Batch, loss_is_chunked, on_device
 
 
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
@@ -180,9 +180,7 @@ class Pipeline(torch.nn.Module):
             losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         return losses / self.loss_divisor
 
-    def train_step(
-        self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
-    ) -> torch.Tensor:
+    def train_step(self, batch: Batch, loss_divisor: float, schedule: str = "", micro_batches: int = 0) -> torch.Tensor:
         """Do the forward and backward passes of all micro-batches; return the loss on the last stage, 0 on others.
 
         `batch` (`Part.inputs_for_loss`) is the same on every rank, with a number of rows that the micro-batches divide.
@@ -193,7 +191,7 @@ class Pipeline(torch.nn.Module):
         self.train()
         return self._run(batch, loss_divisor, name, count, "training")
 
-    def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
+    def bare_step(self, batch: Batch, micro_batches: int) -> None:
         """Do the passes of this stage alone, from made-up hidden states: nothing is sent, received or waited for."""
         self.train()
         inputs = self._inputs(batch)
@@ -208,13 +206,13 @@ class Pipeline(torch.nn.Module):
                 output.backward(torch.ones_like(output))
 
     @torch.no_grad()
-    def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def validate(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of all labelled tokens, on the last stage; 0 on others."""
         self.eval()
         return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
 
     @torch.no_grad()
-    def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
         self.eval()
         self.positions = None
@@ -236,9 +234,7 @@ class Pipeline(torch.nn.Module):
         longest_s = max(total_s for _, total_s in of_stages)  # a step ends for all with its last stage
         return [(busy_s, 1 - busy_s / longest_s) for busy_s, _ in of_stages]
 
-    def _run(
-        self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
-    ) -> torch.Tensor:
+    def _run(self, batch: Batch, loss_divisor: float, name: str, count: int, purpose: str) -> torch.Tensor:
         inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
         losses: list[torch.Tensor] = []
@@ -247,22 +243,19 @@ class Pipeline(torch.nn.Module):
             self._pass(inputs, name, count, purpose, return_outputs=False, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
-    def _pass(
-        self, inputs: dict[str, torch.Tensor], name: str, count: int, purpose: str, **given: Any
-    ) -> torch.Tensor | None:
+    def _pass(self, inputs: Batch, name: str, count: int, purpose: str, **given: Any) -> torch.Tensor | None:
         schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
         pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
         ids = (inputs["input_ids"],) if self.is_first else ()
         return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
-    def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _inputs(self, batch: Batch) -> Batch:
         """Return the batch on this rank's device; the stage takes from it where to compute logits."""
         inputs = on_device(batch, self.rank.device)
         self.positions = inputs.get("logits_to_keep")
         return inputs
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return the schedule for batches of `shape` (rows, tokens): the latest one, or a new one in its place."""
         if self.made_for != (tuple(shape), name, count, purpose):
             self.schedule = None  # its buffers are free before the next one's are there
             self.schedule = self._new_schedule(shape, name, count, purpose)
@@ -270,7 +263,6 @@ class Pipeline(torch.nn.Module):
         return self.schedule
 
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
         rows, length = shape[0] // count, shape[1]
         size = (rows, length, self.causal.config.hidden_size)
         hidden = torch.empty(size, dtype=self.hidden_dtype, device="meta").requires_grad_(purpose == "training")

@@ -91,7 +91,6 @@ class Stage(Part):
 
     @override
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's `value`, on every rank."""
         dist.broadcast(value, src=self.rank.world_size - 1)
         return value
 

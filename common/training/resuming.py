@@ -103,7 +103,6 @@ def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about:
 
 
 def _differences(run: RunConfig, own: Mapping[str, Any], was: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a checkpoint's parts or rows are not this run's, and in what its run was another."""
     anew = "leave --resume_from_checkpoint out to begin anew"
     if was.get("form") != FORM:
         yield f"that an older version of this repository wrote, in files that this one does not read: {anew}"

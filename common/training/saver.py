@@ -32,21 +32,8 @@ from common.runtime.disks import broadcast_folder
 from common.runtime.rank import exchange_timeout
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import BACKENDS
-from common.training.checkpoints import (
-    BEST,
-    FULL_STATE,
-    HOLDS,
-    STATE_FILE,
-    WEIGHTS,
-    DamagedCheckpointError,
-    UnfinishedCheckpoint,
-    newest_whole,
-    read_manifest,
-    rotate,
-    steps_at,
-    to_keep,
-    verify_once,
-)
+from common.training import checkpoints
+from common.training.checkpoints import BEST, FULL_STATE, HOLDS, WEIGHTS, DamagedCheckpointError, steps_at
 from common.training.part import Part
 from common.training.resuming import about_run, check_resumable, say_changes
 
@@ -75,7 +62,7 @@ class Saver:
         self.waits_s: list[float] = []
         self.about = about_run(log.run, rows, log.row_digests)
         self.first_step, self.resumes_from = 0, None
-        self.unfinished: UnfinishedCheckpoint | None = None
+        self.unfinished: checkpoints.UnfinishedCheckpoint | None = None
         self.group: dist.ProcessGroup | None = None
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
@@ -94,7 +81,7 @@ class Saver:
         if self.rank.is_main:
             print(describe_saves(run, state, size, waits=not self.in_background))
         if folder := self._find_checkpoint():
-            about = verify_once(folder, self.rank.is_main)
+            about = checkpoints.verify_once(folder, self.rank.is_main)
             check_resumable(run, self.about, folder, about)
             say_once(say_changes(self.about, about))
             self._check_random_numbers(folder, about["ranks"])
@@ -104,7 +91,6 @@ class Saver:
 
     @contextmanager
     def _holding_up(self) -> Iterator[None]:
-        """Count the seconds of this context: training waits for a checkpoint."""
         start_s = time.perf_counter()
         yield
         self.waits_s.append(time.perf_counter() - start_s)
@@ -135,12 +121,12 @@ class Saver:
             if best > self.first_step:
                 state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
             about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
-            self.unfinished = UnfinishedCheckpoint(folder, about, self.writes)
+            self.unfinished = checkpoints.UnfinishedCheckpoint(folder, about, self.writes)
             with self.unfinished.being_written() as partial_folder:
                 if is_full:
                     self._save_of_rank(partial_folder, of_all)
                 if self.writes:
-                    state.save_to_json(str(partial_folder / STATE_FILE))
+                    state.save_to_json(str(partial_folder / checkpoints.STATE_FILE))
                 self._write(partial_folder, is_full)
             if is_full:
                 self.schedule.saved(state.global_step)
@@ -181,12 +167,11 @@ class Saver:
         unfinished, self.unfinished = self.unfinished, None
         unfinished.commit()
         if self.writes:
-            files = read_manifest(unfinished.folder)["files"].values()
+            files = checkpoints.read_manifest(unfinished.folder)["files"].values()
             self.sizes[unfinished.about[HOLDS]].append(sum(file["bytes"] for file in files))
-            rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
+            checkpoints.rotate(self.folder, checkpoints.to_keep(self.folder, unfinished.about[BEST]))
 
     def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
-        """Return whether the hosts of all ranks can hold a copy of what they write."""
         ranks_here = 1 if self.part.is_whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
         return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
@@ -208,7 +193,7 @@ class Saver:
         The newest that any disk has is on every disk afterwards.
         """
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
-        kept = newest_whole(self.folder) if resumes and self.writes else None
+        kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
         if newest:
             folder = self.folder / f"checkpoint-{newest}"
@@ -227,7 +212,6 @@ class Saver:
             broadcast_folder(folder, of_ranks.index(True), self.writes and not has_it)
 
     def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
-        """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks = self.rank.world_size
         names = list(map(RANDOM.format, range(ranks)))
         missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
@@ -244,7 +228,7 @@ class Saver:
         """
         folder = self.resumes_from
         self.part.load(folder, is_full=True)
-        state = TrainerState.load_from_json(str(folder / STATE_FILE))
+        state = TrainerState.load_from_json(str(folder / checkpoints.STATE_FILE))
         self._find_best(folder, state)
         own = folder / RANDOM.format(self.rank.rank)
         if own.is_file():
@@ -264,7 +248,7 @@ class Saver:
             best = Path(state.best_model_checkpoint)
         try:
             if best != folder:
-                verify_once(best, self.rank.is_main)
+                checkpoints.verify_once(best, self.rank.is_main)
             state.best_model_checkpoint = str(best)
         except DamagedCheckpointError:
             if self.rank.is_main:
@@ -276,7 +260,7 @@ class Saver:
         with self._holding_up():
             self.wait_and_commit()
         if state.best_model_checkpoint:
-            verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
+            checkpoints.verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
             self.part.load(Path(state.best_model_checkpoint), is_full=False)
 
 

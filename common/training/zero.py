@@ -165,7 +165,6 @@ class ZeroPart(Part):
 
     @override
     def held(self) -> Held:
-        """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
         zero = self.module.optimizer
         is_stage_3 = zero_stage(self.run) == 3
         copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
@@ -177,7 +176,6 @@ class ZeroPart(Part):
 
     @override
     def held_by_one_device(self) -> Held:
-        """Return what one device would hold: states and copy in fp32 where weights are bf16, to train as well."""
         whole = super().held_by_one_device()
         return whole if self.run.precision == "fp32" else replace(whole, optimizer_bytes=3 * 4 * self._trained())
 
@@ -186,7 +184,6 @@ class ZeroPart(Part):
 
     @override
     def check_shard_memory(self, held: Held) -> None:
-        """Check that optimizer states are divided from stage 1 on, and weights in stage 3."""
         states = optimizer_bytes(self.module.optimizer.optimizer)
         if states:  # SGD has none
             part = 2 * self._trained() * 4 / self.rank.world_size
