@@ -62,8 +62,9 @@ class FirstStepReport(TrainerCallback):
         if state.global_step != 1:
             return
         for device in self.rank.devices:
-            is_at, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
-            print(f"memory{where}: now {is_at.now_gib:.2f}, peak {is_at.peak_gib:.2f}, total {is_at.total_gib:.1f} GiB")
+            memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
+            peak = f"peak {memory.peak_gib:.2f} GiB, total {memory.total_gib:.1f} GiB"
+            print(f"memory{where}: now {memory.now_gib:.2f} GiB, {peak}")
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
             laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
