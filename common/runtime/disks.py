@@ -179,7 +179,19 @@ class ResultsFolder:
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=lock_timeout_s, is_singleton=True)
         self._others: list[str] = []
-        self._own()
+        refusals = []
+        try:
+            if self.writes:
+                self.lock.acquire()
+                check_free_for_run(path)
+        except Timeout:
+            said = f"Another run is writing to the results folder {path.name}: "
+            refusals = [said + "wait for it, end it, or pass another --run_name."]
+        except BadInputError as refused:
+            refusals = [str(refused)]
+        if refusals := gather_object(refusals):
+            self.lock.release(force=True)
+            raise BadInputError(refusals[0])
         if self.writes:
             if is_of_a_run(path) and is_resumed:
                 self._others = others_in(path)
@@ -191,21 +203,6 @@ class ResultsFolder:
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
         leave_mark(path)
-
-    def _own(self) -> None:
-        refusals = []
-        try:
-            if self.writes:
-                self.lock.acquire()
-                check_free_for_run(self.path)
-        except Timeout:
-            said = f"Another run is writing to the results folder {self.path.name}: "
-            refusals = [said + "wait for it, end it, or pass another --run_name."]
-        except BadInputError as refused:
-            refusals = [str(refused)]
-        if refusals := gather_object(refusals):
-            self.lock.release(force=True)
-            raise BadInputError(refusals[0])
 
     def release(self) -> None:
         """Say what the run has written, and let another one own the folder."""

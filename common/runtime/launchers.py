@@ -89,35 +89,23 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
     """
     said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
     print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=die_with_parent,
-    ) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=cwd, preexec_fn=die_with_parent, **streams) as process:
         try:
             for line in process.stdout:
                 print(without_secrets(line), end="")
         except BaseException:  # an interrupted cell leaves nobody behind
-            _end_process(process)
+            process.terminate()  # and with it its ranks (`die_with_parent`)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise
     if process.returncode != 0:
         end = f"ended with exit code {process.returncode}; its last lines say why"
         if process.returncode in KILLED:
             end = "was killed, possibly as memory ran out: look at the system's log (dmesg)"
         raise RuntimeError(f"The command above {end}.")
-
-
-def _end_process(process: subprocess.Popen) -> None:
-    """End a launcher, and with it its ranks (`die_with_parent`): politely, then soon by force."""
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:

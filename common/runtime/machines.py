@@ -32,12 +32,15 @@ OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # pa
 def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
     """Return what this process says of its machine: all but `who` must be the same everywhere.
 
-    `data` is a digest of the training `rows` before they are divided, `code` one of this repository's modules.
+    `data` is a digest of the training `rows` before they are divided, `code` one of the modules that the run executes.
     """
+    code = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
     return {
         "who": f"rank {rank} ({socket.gethostname()})",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
-        "code": digest_of_code(run),
+        "code": _digest(
+            str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in code
+        ),
         "settings": {name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
         "rows": len(rows),
         "data": digest_of_rows(rows),
@@ -79,12 +82,6 @@ def _parts_of_model(folder: Path) -> Iterator[bytes]:
         with path.open("rb") as file:
             file.seek(-min(path.stat().st_size, LAST_BYTES), os.SEEK_END)
             yield file.read()
-
-
-def digest_of_code(run: RunConfig) -> str:
-    """Return 12 hexadecimal digits of the modules that the run executes: those of `common` and of its folder."""
-    paths = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
-    return _digest(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in paths)
 
 
 def check_members_agree(members: Sequence[Mapping[str, Any]]) -> None:

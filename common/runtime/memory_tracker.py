@@ -76,7 +76,11 @@ class MemoryTracker(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:  # no operation: FSDP frees so what it gathered
             resize(storage, size)
-            self._measure_again(storage)
+            if storage in self.part_of:
+                entry, size = self.part_of[storage], self._rounded(storage.nbytes())
+                self.live[entry[0]] += size - entry[1]
+                entry[1] = size
+                self._remember()
 
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._resizing.start()
@@ -85,13 +89,6 @@ class MemoryTracker(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._resizing.stop()
-
-    def _measure_again(self, storage: torch.UntypedStorage) -> None:
-        if storage in self.part_of:
-            entry, size = self.part_of[storage], self._rounded(storage.nbytes())
-            self.live[entry[0]] += size - entry[1]
-            entry[1] = size
-            self._remember()
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounded_to) * self.rounded_to

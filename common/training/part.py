@@ -41,7 +41,7 @@ from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.answer_logits import Batch, loss_is_chunked, on_device, takes_logits_to_keep, tell_of_answers
 from common.training.safe_loading import SafeReader
-from common.training.usage import Held, SentBytes, optimizer_bytes
+from common.training.usage import Held, SentBytes, state_tensors
 
 SHARDS = "shards"  # folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them
 # of what every rank has whole, one writes all
@@ -77,7 +77,11 @@ class Part:
         self.model = getattr(module, "module", module)
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
-        self.usage = UsageReport(self) if rank.world_size > 1 and _compares_shares(run) else None
+        # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
+        literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
+        is_divided = run.parallelism.splits_matrices or run.is_sharded
+        compares = is_divided or (run.parallelism.replicates and literal.is_sharded)
+        self.usage = UsageReport(self) if rank.world_size > 1 and compares else None
         # the model computes as the run asks: by which kernels, the loss in chunks, layers a second time
         if run.use_liger_kernel:
             apply_liger_kernel(self.model, None)
@@ -263,7 +267,7 @@ class Part:
     def held(self) -> Held:
         """Return the bytes on this rank, between the backward pass and the optimizer's step."""
         weights = byte_count(map(local_part, self.model.parameters()))
-        return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
+        return Held(weights, byte_count(self.gradients()), byte_count(state_tensors(self.optimizer)))
 
     def held_by_one_device(self) -> Held:
         """Return what one device would hold, with two states of each trained weight, as Adam has."""
@@ -299,12 +303,6 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
-
-
-def _compares_shares(run: RunConfig) -> bool:
-    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
-    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:

@@ -35,11 +35,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [local_part(state) for state in states if state.numel() > 1]
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's states on this rank."""
-    return byte_count(state_tensors(optimizer))
-
-
 def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
     """Return the least and the most that a rank holds of weights that FSDP cuts along their first dimension.
 

@@ -31,7 +31,7 @@ from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_part, optimizer_bytes
+from common.training.usage import Held, check_part, state_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -171,7 +171,7 @@ class ZeroPart(Part):
         return Held(
             byte_count(map(local_part, self.model.parameters())),
             byte_count(self.gradients()),
-            optimizer_bytes(zero.optimizer) + byte_count(copies),
+            byte_count([*state_tensors(zero.optimizer), *copies]),
         )
 
     @override
@@ -184,7 +184,7 @@ class ZeroPart(Part):
 
     @override
     def check_shard_memory(self, held: Held) -> None:
-        states = optimizer_bytes(self.module.optimizer.optimizer)
+        states = byte_count(state_tensors(self.module.optimizer.optimizer))
         if states:  # SGD has none
             part = 2 * self._trained() * 4 / self.rank.world_size
             check_part("optimizer states", states, (part, part))
