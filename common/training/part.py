@@ -77,11 +77,7 @@ class Part:
         self.model = getattr(module, "module", module)
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
-        # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
-        literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
-        is_divided = run.parallelism.splits_matrices or run.is_sharded
-        compares = is_divided or (run.parallelism.replicates and literal.is_sharded)
-        self.usage = UsageReport(self) if rank.world_size > 1 and compares else None
+        self.usage = UsageReport(self) if rank.world_size > 1 and _compares_shares(run) else None
         # the model computes as the run asks: by which kernels, the loss in chunks, layers a second time
         if run.use_liger_kernel:
             apply_liger_kernel(self.model, None)
@@ -303,6 +299,12 @@ def clip_divided(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
+
+
+def _compares_shares(run: RunConfig) -> bool:
+    # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
+    literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
+    return run.parallelism.splits_matrices or run.is_sharded or (run.parallelism.replicates and literal.is_sharded)
 
 
 def part_class(run: RunConfig) -> type[Part]:
