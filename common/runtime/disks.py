@@ -150,7 +150,6 @@ class ResultsFolder:
     others stays where it was set aside.
 
     Attributes:
-        path: The folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
         hosts: The machines of the ranks that write: several, where each has a disk of its own.
     """
@@ -158,13 +157,10 @@ class ResultsFolder:
     def __init__(
         self, path: Path, rank: Rank, is_resumed: bool, nodes: int, why_one_disk: str, lock_timeout_s: float
     ) -> None:
-        """Take and make the folder; a resumed run keeps what its last start left there, on this disk.
+        """Take and make the folder, or raise a BadInputError; a resumed run keeps what its last start left there.
 
-        `nodes`: the run's machines. `why_one_disk`: why they must share a disk; empty where each may have its own.
+        `why_one_disk`: why the run's machines (`nodes`) must share a disk; empty where each may have its own.
         `lock_timeout_s`: how long another run may still own the folder.
-
-        Raises:
-            BadInputError: another run owns it, no run has made it, or machines do not share a disk that they need.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
         self.hosts = [host for host, writes in gather_object([(socket.gethostname(), self.writes)]) if writes]

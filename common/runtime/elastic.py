@@ -23,9 +23,6 @@ def run_as_started(run: RunConfig) -> RunConfig:
     `torchrun --nnodes 1:4 --max_restarts 3` starts the ranks of a run on several machines again, on those that are
     left. Steps keep their rows and their learning rate, and results their name. Without `--max_restarts`, or with the
     ranks that the run asks for, it stays as it is.
-
-    Raises:
-        BadInputError: so many ranks cannot take the run's steps.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == run.world_size or not _is_elastic(run):

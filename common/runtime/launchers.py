@@ -45,9 +45,6 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     `instead` names another function, `module.function`, to run with the workflow's settings. `workflow_module` is
     imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where CUDA, an Accelerator or
     bitsandbytes (which PEFT imports) came to life before.
-
-    Raises:
-        BadInputError: a rank refuses its input.
     """
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -82,11 +79,7 @@ def _import_and_run(workflow_module: str, overrides: dict[str, object], instead:
 
 
 def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> None:
-    """Run a command and print its output line by line as it comes (a notebook's `!` would hide a failure).
-
-    Raises:
-        RuntimeError: the command ends with another exit code than 0.
-    """
+    """Run a command, and print its output line by line; a RuntimeError if it fails, which a notebook's `!` would hide."""
     said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
     print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

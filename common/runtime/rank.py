@@ -102,13 +102,7 @@ def on_fewer(run: RunConfig, devices: int) -> str:
 
 
 def start_rank(run: RunConfig) -> Rank:
-    """Join the world as this process's rank: `run.threads` threads on CPU, its own device on GPUs.
-
-    Raises:
-        BadInputError: the world has another size than the run asks for, or PyTorch cannot use the GPUs.
-        RunStoppedError: another rank does not start in time.
-        RuntimeError: the process group has another size, backend or type than the run asks for.
-    """
+    """Join the world as this process's rank: `run.threads` threads on CPU, its own device on GPUs."""
     check_world(run)
     check_precision(run)
     end_with_launcher()

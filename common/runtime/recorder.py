@@ -34,10 +34,7 @@ LOST_LOCK_S = 120.0  # how long the file system of a shared disk may keep the lo
 
 
 class RunRecorder:
-    """Collects what a run measures, and writes its record; every rank of a run makes one.
-
-    It takes the run's results folder and starts the watch over the ranks. A phase left by an exception writes a record
-    with status `oom`, `interrupted` or `failed`.
+    """Collects what a run measures, and writes its record, also of a failure; every rank of a run makes one.
 
     Attributes:
         resumes: Whether this start resumes what an earlier one left in the results folder.
@@ -48,7 +45,6 @@ class RunRecorder:
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
         repeats: Whether every batch has all rows, in order, as in a `Trial` of the longest ones.
-        callbacks: Of Transformers' kind, which are told of the training beside its own.
     """
 
     keeps, repeats = True, False

@@ -24,7 +24,6 @@ class WorkDone:
         rows: Row numbers, in order, over all epochs.
         tokens: Non-padding tokens.
         reporting_s: Seconds of training that went into logging, validation and checkpoints.
-        first_batch: Numbers and tensors of the first mini-batch's rows.
     """
 
     rows: list[int] = field(default_factory=list)

@@ -192,11 +192,7 @@ def found_in(checkpoints: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: it is missing, or not as it was written.
-    """
+    """Return the manifest of a checkpoint; a DamagedCheckpointError says that it is missing, or was changed."""
     try:
         content = (folder / MANIFEST_FILE).read_bytes()
     except OSError as error:
@@ -221,11 +217,7 @@ def holds(folder: Path) -> str:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint, and return what it is of (`about`).
-
-    Raises:
-        DamagedCheckpointError: a file is missing, new, of another size, or has other bytes than were written.
-    """
+    """Read every byte of a checkpoint, and return what it is of (`about`), or raise a DamagedCheckpointError."""
     listed = read_manifest(folder)
     files = listed["files"]
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}

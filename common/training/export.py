@@ -36,9 +36,6 @@ def save(
     Returns:
         What was saved, loaded to answer by `device_map` or as `load_answering` does, and the largest absolute
         differences of logits from the trained one's. Without a merged model it is the base with the adapter's layers.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
     """
     with log.phase("save and reload"):
         run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)

@@ -84,7 +84,6 @@ class TrainingLoop:
         part: What this rank holds of the model.
         model: What is trained, without what stands around it in training.
         args, state, control: What callbacks are told, as by Transformers' Trainer.
-        work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
         grad_norm, learning_rate: Of the last step; the norm before clipping.
         skipped_steps: Steps that were not taken, as their fp16 gradients overflowed.

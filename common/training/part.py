@@ -53,12 +53,8 @@ UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 class Part:
     """All of the model, on this rank: on one device, on several one after the other (mp), or a replica (DDP).
 
-    How a step goes stands in the workflows; a part clips gradients by the whole model's norm, validates, writes and
-    reads checkpoints, and makes one model at the end.
-
     Attributes:
         module: What is called in training: the model, or what stands around it.
-        model: What is trained.
         called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
         usage: Measures what a rank holds and sends, where that is compared with one device's.
@@ -139,10 +135,7 @@ class Part:
         self.optimizer.zero_grad()
 
     def kept_buffers(self) -> list[torch.Tensor]:
-        """Return what this rank keeps between steps beside weights and optimizer states, such as DDP's buckets.
-
-        Called between the backward pass and `forget_gradients`, as gradients are views of the buckets.
-        """
+        """Return what is kept between steps beside weights and optimizer states: DDP's buckets, whose views gradients are."""
         if isinstance(self.module, DistributedDataParallel):
             self._buckets = self.gradients() or self._buckets
         return self._buckets
@@ -202,10 +195,7 @@ class Part:
         return total
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Return the logits of a batch, fp32, shape (rows, tokens, vocabulary), with dropout off.
-
-        Called on every rank; None where this rank does not know them.
-        """
+        """Return a batch's logits, fp32, shape (rows, tokens, vocabulary), on every rank; None where it does not know them."""
         return next_token_logits(self.called, batch)
 
     # -- checkpoints

@@ -29,11 +29,7 @@ COUNTED_ROWS = 10_000  # of more rows, so many are counted: a second on one core
 
 
 def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
-    """Return each rank's machine, device, samples and tokens, the same list on every rank.
-
-    Raises:
-        RuntimeError: a rank did nothing, or rows were skipped or repeated.
-    """
+    """Return each rank's machine, device, samples and tokens; check that all worked, and rows were used as often."""
     work, rank = loop.work, loop.rank
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
@@ -49,8 +45,7 @@ def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
 def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, resumes: bool = False) -> None:
     """Check that every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
 
-    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
-    it `resumes` after a checkpoint, and so began within an epoch.
+    `row_uses` is how many rows the steps had room for: fewer where training ended early, or `resumes` within an epoch.
     """
     times_used = Counter(row for rows in rows_by_rank for row in rows)
     if times_used.total() != row_uses:
@@ -75,8 +70,7 @@ def row_uses(loop: TrainingLoop) -> int:
 def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict[str, object]:
     """Return what the record says of training; called on every rank, `world` comes from `check_training`.
 
-    `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
-    leave it out.
+    Tokens per second and MFU leave out `reporting_s`, the time of validation and checkpoints in `train_time_s`.
     """
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()

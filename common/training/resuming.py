@@ -60,9 +60,6 @@ def check_checkpoint(run: RunConfig, launcher: str, data: Mapping[str, str]) -> 
     """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
 
     `data`: as for `about_run`. How many rows there are to train on is not known yet: some may be left out, or divided.
-
-    Raises:
-        BadInputError: it is another run's, nothing is left to train, or this run would move its folder away.
     """
     own_name = run.run_name or default_run_name(run, launcher)
     own = run.results_folder(own_name)
@@ -93,11 +90,7 @@ def _check_listed(folder: Path, run: RunConfig, data: Mapping[str, str]) -> int:
 
 
 def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`).
-
-    Raises:
-        BadInputError: what it is of, and what the run is.
-    """
+    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`)."""
     for reason in _differences(run, own, about):
         raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
 

@@ -49,7 +49,6 @@ class Saver:
 
     Attributes:
         sizes: Bytes of each checkpoint that this run has written, by what it holds.
-        waits_s: Seconds that training waited for them.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
@@ -67,11 +66,7 @@ class Saver:
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
     def begin(self, state: TrainerState) -> None:
-        """Find where training begins; rank 0 says how often it will save. `state` has the steps of all training.
-
-        Raises:
-            BadInputError: the checkpoint to resume from is damaged, or of another run.
-        """
+        """Find where training begins; rank 0 says how often it will save. `state` has the steps of all training."""
         run = self.log.run
         size = checkpoint_size(run, self.part.model.parameters())
         if run.parallelism.pipelines:  # a rank has its own stage
@@ -106,13 +101,10 @@ class Saver:
         }
 
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
-        """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
+        """Write a full state, if one is due, or else the weights alone; an AskedToEndError follows where that was asked.
 
-        In the background, training waits only for a copy on the host, and for the checkpoint before.
-        `of_all` is what all ranks have alike, kept beside each one's random numbers.
-
-        Raises:
-            AskedToEndError: The run was asked to save and to end; all is written.
+        In the background, training waits only for a copy on the host, and for the checkpoint before. `of_all` is what all
+        ranks have alike, kept beside each one's random numbers.
         """
         with self._holding_up():
             self.wait_and_commit()
@@ -188,10 +180,7 @@ class Saver:
     # -- resuming
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning.
-
-        The newest that any disk has is on every disk afterwards.
-        """
+        """Return the newest whole checkpoint, where the run resumes, or the one that it names; afterwards all disks have it."""
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
         kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
@@ -221,11 +210,7 @@ class Saver:
             print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
 
     def load(self) -> tuple[TrainerState, dict[str, Any]]:
-        """Take back weights, optimizer and random numbers of the checkpoint that the run resumes from.
-
-        Returns:
-            The history until then, and what was saved beside the random numbers, which all ranks have alike.
-        """
+        """Take back the checkpoint to resume from; return the history, and what was kept beside the random numbers."""
         folder = self.resumes_from
         self.part.load(folder, is_full=True)
         state = TrainerState.load_from_json(str(folder / checkpoints.STATE_FILE))
@@ -236,10 +221,7 @@ class Saver:
         return state, torch.load(folder / RANDOM.format(0), weights_only=True)
 
     def _find_best(self, folder: Path, state: TrainerState) -> None:
-        """Find the best checkpoint so far: beside the one that is resumed, or where that one says.
-
-        One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
-        """
+        """Find the best checkpoint so far, beside the one that is resumed or where that says; forget one that is damaged."""
         if not state.best_global_step:
             return
         best = folder.with_name(f"checkpoint-{state.best_global_step}")
@@ -313,12 +295,10 @@ def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> Ch
 class SaveSchedule(TrainerCallback):
     """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
-    A SIGUSR1 also asks for one, after which the run ends.
-
-    Ranks have clocks of their own, may get the signal at different times or not at all, and must save at the same step.
-    They meet after 1, 2, 4, 8 ... steps since the last full state, but at most 20 s apart, after each validation and
-    after the last step: they turn the minutes that are left into steps, at the slowest rank's pace, and hear whether
-    one was asked.
+    A SIGUSR1 also asks for one, after which the run ends. Ranks have clocks of their own, may get the signal at different
+    times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last full state, but
+    at most 20 s apart, after each validation and after the last step: they turn the minutes that are left into steps, at
+    the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
@@ -376,10 +356,7 @@ class SaveSchedule(TrainerCallback):
 
 
 def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool) -> str:
-    """Return how often a run saves, in the steps that `state` counts, and what that takes on the disk.
-
-    `waits`: whether training waits meanwhile.
-    """
+    """Return how often a run saves, and what that takes on the disk; `waits`: whether training does not go on meanwhile."""
     full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
     validations = math.ceil(state.max_steps / state.eval_steps)
     if state.save_steps:
