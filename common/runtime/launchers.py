@@ -79,7 +79,7 @@ def _import_and_run(workflow_module: str, overrides: dict[str, object], instead:
 
 
 def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> None:
-    """Run a command, and print its output line by line; a RuntimeError if it fails, which a notebook's `!` would hide."""
+    """Run a command, and print its output line by line; a RuntimeError if it fails, which a notebook's `!` hides."""
     said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
     print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}

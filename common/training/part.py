@@ -135,7 +135,7 @@ class Part:
         self.optimizer.zero_grad()
 
     def kept_buffers(self) -> list[torch.Tensor]:
-        """Return what is kept between steps beside weights and optimizer states: DDP's buckets, whose views gradients are."""
+        """Return what is kept between steps beside weights and optimizer states: DDP's buckets, seen by gradients."""
         if isinstance(self.module, DistributedDataParallel):
             self._buckets = self.gradients() or self._buckets
         return self._buckets
@@ -195,7 +195,7 @@ class Part:
         return total
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Return a batch's logits, fp32, shape (rows, tokens, vocabulary), on every rank; None where it does not know them."""
+        """Return a batch's logits, fp32, shape (rows, tokens, vocabulary); None on ranks that do not know them."""
         return next_token_logits(self.called, batch)
 
     # -- checkpoints

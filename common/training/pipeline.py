@@ -183,8 +183,8 @@ class Pipeline(torch.nn.Module):
     def train_step(self, batch: Batch, loss_divisor: float, schedule: str = "", micro_batches: int = 0) -> torch.Tensor:
         """Do the forward and backward passes of all micro-batches; return the loss on the last stage, 0 on others.
 
-        `batch` (`Part.inputs_for_loss`) is the same on every rank, with a number of rows that the micro-batches divide. The
-        loss is a sum over `loss_divisor`, so that uneven micro-batches weigh what they should.
+        `batch` (`Part.inputs_for_loss`) is the same on every rank, with a number of rows that the micro-batches divide.
+        The loss is a sum over `loss_divisor`, so that uneven micro-batches weigh what they should.
         """
         name, count = schedule or self.schedule_name, micro_batches or self.micro_batches
         self.train()

@@ -101,9 +101,9 @@ class Saver:
         }
 
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
-        """Write a full state, if one is due, or else the weights alone; an AskedToEndError follows where that was asked.
+        """Write a full state, if one is due, or else the weights alone; an AskedToEndError follows if that was asked.
 
-        In the background, training waits only for a copy on the host, and for the checkpoint before. `of_all` is what all
+        In the background, training waits only for a copy on the host, and for the checkpoint before. `of_all`: what all
         ranks have alike, kept beside each one's random numbers.
         """
         with self._holding_up():
@@ -180,7 +180,7 @@ class Saver:
     # -- resuming
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, where the run resumes, or the one that it names; afterwards all disks have it."""
+        """Return the newest whole checkpoint, where the run resumes, or the one that it names; all disks then have it."""
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
         kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
@@ -221,7 +221,7 @@ class Saver:
         return state, torch.load(folder / RANDOM.format(0), weights_only=True)
 
     def _find_best(self, folder: Path, state: TrainerState) -> None:
-        """Find the best checkpoint so far, beside the one that is resumed or where that says; forget one that is damaged."""
+        """Find the best checkpoint so far, beside the one that is resumed or where that says; forget a damaged one."""
         if not state.best_global_step:
             return
         best = folder.with_name(f"checkpoint-{state.best_global_step}")
@@ -295,10 +295,10 @@ def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> Ch
 class SaveSchedule(TrainerCallback):
     """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
-    A SIGUSR1 also asks for one, after which the run ends. Ranks have clocks of their own, may get the signal at different
-    times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last full state, but
-    at most 20 s apart, after each validation and after the last step: they turn the minutes that are left into steps, at
-    the slowest rank's pace, and hear whether one was asked.
+    A SIGUSR1 also asks for one, after which the run ends. Ranks have clocks of their own, may get the signal at
+    different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last
+    full state, but at most 20 s apart, after each validation and after the last step: they turn the minutes that are
+    left into steps, at the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
@@ -356,7 +356,7 @@ class SaveSchedule(TrainerCallback):
 
 
 def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool) -> str:
-    """Return how often a run saves, and what that takes on the disk; `waits`: whether training does not go on meanwhile."""
+    """Return how often a run saves, and what that takes on the disk; `waits`: whether training waits meanwhile."""
     full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
     validations = math.ceil(state.max_steps / state.eval_steps)
     if state.save_steps:

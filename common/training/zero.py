@@ -54,8 +54,8 @@ def check_deepspeed() -> None:
 def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     """Return the model to train on this rank's device, with stage 3 its part; called on every rank.
 
-    Adapters are put on rows of every weight, as DeepSpeed's parts have no shape; then one weight after the other is made
-    whole and handed to DeepSpeed. (Transformers' loader has every rank hold the whole model on its host.)
+    Adapters are put on rows of every weight, as DeepSpeed's parts have no shape; then one weight after the other is
+    made whole and handed to DeepSpeed. (Transformers' loader has every rank hold the whole model on its host.)
     """
     # its names for collectives are older than PyTorch's: it says so at every call
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
