@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatch
 from itertools import count
@@ -44,18 +44,15 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
     return is_first
 
 
-def marks_of_launchers(folder: Path) -> set[str]:
-    """Return the marks of launchers that have started ranks of this run before; call it on all ranks.
+def started_before(folder: Path) -> tuple[bool, bool]:
+    """Return whether a launcher of these ranks has started them before, and has left its mark on this disk.
 
     A launcher is known by its process: a script that starts a new one each time leaves a new mark each time.
+    Call it on all ranks.
     """
     own = _own_mark(folder) if may_start_again() else None
-    return set(gather_object([own.name] if own and own.exists() else []))
-
-
-def has_mark(folder: Path, marks: Iterable[str]) -> bool:
-    """Return whether a run's results, on this disk, have one of these marks."""
-    return any((folder / LAUNCHERS / mark).exists() for mark in marks)
+    marks = gather_object([own.name] if own and own.exists() else [])
+    return bool(marks), any((folder / LAUNCHERS / mark).exists() for mark in marks)
 
 
 def may_be_restarted_in(folder: Path) -> bool:

@@ -25,7 +25,7 @@ from common.planning.phases import TRAINING
 from common.planning.plans import Plan
 from common.records import store
 from common.records.store import RECORD_NAME, Record
-from common.runtime.disks import ResultsFolder, has_mark, marks_of_launchers
+from common.runtime.disks import ResultsFolder, started_before
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
@@ -54,11 +54,13 @@ class RunRecorder:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.run_name = run.run_name or store.default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
-        marks, takes_last = marks_of_launchers(folder), run.resume_from_checkpoint == LAST
-        self.resumes = takes_last or bool(marks)
-        is_resumed = takes_last or has_mark(folder, marks)  # a machine that was added may have another run of this name
+        is_restarted, is_here = started_before(folder)
+        takes_last = run.resume_from_checkpoint == LAST
+        self.resumes = takes_last or is_restarted
+        is_resumed = takes_last or is_here  # a machine that was added may have another run of this name
         one_disk = "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
-        self.results = ResultsFolder(folder, rank, is_resumed, run.nodes, one_disk, LOST_LOCK_S if marks else 0.0)
+        lock_s = LOST_LOCK_S if is_restarted else 0.0
+        self.results = ResultsFolder(folder, rank, is_resumed, run.nodes, one_disk, lock_s)
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}

@@ -180,7 +180,7 @@ class Saver:
     # -- resuming
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, which all disks then have, where the run resumes, or the one that it names."""
+        """Return the newest whole checkpoint, which all disks then have, if the run resumes, or the one it names."""
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
         kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
