@@ -491,7 +491,7 @@ CHECKPOINTS = (
     Fault(
         "the bytes of a checkpoint are not compared with its list",
         "common/training/checkpoints.py",
-        '        if digest_of(path) != file["sha256"]:\n',
+        '        if digest_of(folder / name) != file["sha256"]:\n',
         '        if not file["sha256"]:\n',
         _faults("checkpoints", "any_flipped_byte_and_any_truncation_is_caught"),
     ),

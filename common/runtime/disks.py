@@ -45,11 +45,7 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
 
 
 def started_before(folder: Path) -> tuple[bool, bool]:
-    """Return whether a launcher of these ranks has started them before, and has left its mark on this disk.
-
-    A launcher is known by its process: a script that starts a new one each time leaves a new mark each time.
-    Call it on all ranks.
-    """
+    """Return whether this launcher (a process) has started ranks of the run before, and some of them on this disk."""
     own = _own_mark(folder) if may_start_again() else None
     marks = gather_object([own.name] if own and own.exists() else [])
     return bool(marks), any((folder / LAUNCHERS / mark).exists() for mark in marks)
@@ -102,14 +98,11 @@ def is_of_a_run(folder: Path) -> bool:
 
 
 def others_in(folder: Path) -> list[str]:
-    """Return the names of what is in a run's results and was written by no run, such as exports and notes.
-
-    A run that was killed could not say what it had written: all is taken for its own.
-    """
+    """Return the names of what is in a run's results and was written by no run, such as exports and notes."""
     written: list[str] = []
     with suppress(OSError, ValueError, TypeError):  # from before runs had a mark, or cut short by a full disk
         content = (folder / MARK).read_text(encoding="utf-8")
-        if not content:
+        if not content:  # a run that was killed could not say what it had written: all is taken for its own
             return []
         written = list(json.loads(content))
     names = sorted(path.name for path in folder.iterdir())

@@ -33,10 +33,7 @@ class Watch(Protocol):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of live storages by part, and remembers the highest moment of each segment.
-
-    A storage counts once, from the operation that makes it until nothing refers to it any more.
-    """
+    """Counts the bytes of live storages by part, each storage once, and remembers each segment's highest moment."""
 
     def __init__(self, vocab_size: int, rounded_to: int = ALLOCATION_BYTES) -> None:
         """Tell logits by their last dimension, `vocab_size`; sizes are rounded up to `rounded_to` bytes."""

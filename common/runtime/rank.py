@@ -86,10 +86,7 @@ def check_gpus(run: RunConfig) -> None:
 
 
 def on_fewer(run: RunConfig, devices: int) -> str:
-    """Return what to do on fewer GPUs than a run folder was made for.
-
-    A parallelism that one device cannot have gives way to the folder of its technique for one device.
-    """
+    """Return what to do on fewer GPUs than a run folder was made for."""
     if devices == 1 and not run.parallelism.replicates:
         return f"use a run folder of {run.goal.folder_for_one or run.method.folder_for_one}, which are for one"
     try:

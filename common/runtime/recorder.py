@@ -198,10 +198,7 @@ class RunRecorder:
 
 
 class Trial:
-    """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept.
-
-    `folder` is for what a library must write.
-    """
+    """Stands in for a run's recorder where its steps are tried on one batch; `folder` is for what a library must write."""
 
     keeps = writes = False
     repeats = True
@@ -328,14 +325,11 @@ class Uncounted(PeakMemory):
 
 
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
-    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`.
-
-    On a CPU tensors are compared with tensors: what a process keeps besides differs from machine to machine.
-    """
+    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
     lines = []
     for entry in memory:
         planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
-        if entry["device"] == "cpu":
+        if entry["device"] == "cpu":  # tensors: what a process keeps besides differs from machine to machine
             planned_gib, peak_gib = (entry[f"{kind}_gib_by_phase"].get(TRAINING) for kind in ("planned", "peak"))
         if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > store.PLAN_TOLERANCE:
             lines.append(

@@ -60,10 +60,7 @@ def start_of(pid: int) -> str:
 
 
 def identity_of(pid: int) -> str:
-    """Return what tells a process from all others that have, or will have, its number; empty where there is none.
-
-    On Linux that is the machine's start, the namespace of process numbers, and the process's own start.
-    """
+    """Return what tells a process from all that had or will have its number, on any machine; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         if sys.platform != "linux":
             return start_of(pid)

@@ -173,8 +173,6 @@ class TrainingLoop:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
 
-    # -- the loop
-
     def steps(self) -> Iterator[Step]:
         """Yield each optimizer step with this rank's batches, the first after the checkpoint where the run resumes.
 

@@ -198,8 +198,6 @@ class Part:
         """Return a batch's logits, fp32, shape (rows, tokens, vocabulary); None on ranks that do not know them."""
         return next_token_logits(self.called, batch)
 
-    # -- checkpoints
-
     def state(self, is_full: bool) -> dict[str, Any]:
         """Return this rank's part of the trained weights, and of a full state also of the optimizer."""
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
@@ -243,8 +241,6 @@ class Part:
     def free(self) -> None:
         """Free what is held beside model and optimizer, such as DDP's buckets, which are as large as all gradients."""
         self.module, self._buckets = self.model, []
-
-    # -- for the record
 
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of the whole model are trained, and how many multiply."""

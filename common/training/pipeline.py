@@ -40,10 +40,7 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
 
 
 def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -> torch.dtype:
-    """Return the dtype of hidden states of a model that was `loaded` in one; adapters may have another.
-
-    Under autocast layer norms, which end an encoder's layers, give fp32.
-    """
+    """Return the dtype of hidden states; under autocast layer norms, which end an encoder's layers, give fp32."""
     ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
     return torch.float32 if autocasts and ends_with_layer_norm else loaded
 
@@ -53,10 +50,7 @@ TIMED_STEPS = 100  # whose passes are kept: a long training has millions
 
 
 class PassClock:
-    """Times the passes of this rank's stage; `steps` has the latest ones, each with its start, its end and its passes.
-
-    On a CPU by the machine's clock, on a GPU by events of its stream.
-    """
+    """Times the passes of this rank's stage, on a GPU by events; `steps`: start, end and passes of the latest ones."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -68,10 +68,7 @@ def row_uses(loop: TrainingLoop) -> int:
 
 
 def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict[str, object]:
-    """Return what the record says of training; called on every rank, `world` comes from `check_training`.
-
-    Tokens per second and MFU leave out `reporting_s`, the time of validation and checkpoints in `train_time_s`.
-    """
+    """Return what the record says of training; called on every rank, `world` comes from `check_training`."""
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
     train_time_s, reporting_s = log.phases_s["training"], loop.work.reporting_s

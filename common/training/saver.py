@@ -101,10 +101,9 @@ class Saver:
         }
 
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
-        """Write a full state, if one is due, or else the weights alone; an AskedToEndError follows if that was asked.
+        """Write a full state, if one is due, or else the weights alone; training waits at least for a copy on the host.
 
-        In the background, training waits only for a copy on the host, and for the checkpoint before. `of_all`: what all
-        ranks have alike, kept beside each one's random numbers.
+        `of_all`: what all ranks have alike, kept beside each one's random numbers. An AskedToEndError follows if asked for.
         """
         with self._holding_up():
             self.wait_and_commit()
@@ -246,9 +245,6 @@ class Saver:
             self.part.load(Path(state.best_model_checkpoint), is_full=False)
 
 
-# -- random numbers
-
-
 def random_numbers() -> dict[str, Any]:
     """Return where the generators of random numbers are that training draws from."""
     kind, keys, *rest = np.random.get_state()
@@ -268,9 +264,6 @@ def load_random_numbers(file: Path) -> None:
         torch.cuda.set_rng_state_all(held["cuda"])
 
 
-# -- how large
-
-
 class CheckpointSize(NamedTuple):
     """Bytes of a checkpoint on the disk: of the best weights alone, and of a full state, with the optimizer."""
 
@@ -287,9 +280,6 @@ def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> Ch
     if per_weight is None:  # two states as wide as the weight, as Adam has
         return CheckpointSize(sum(sizes), 3 * sum(sizes))
     return CheckpointSize(sum(sizes), sum(sizes) + math.ceil(sum(map(global_numel, trained)) * per_weight))
-
-
-# -- when
 
 
 class SaveSchedule(TrainerCallback):
@@ -350,9 +340,6 @@ class SaveSchedule(TrainerCallback):
         self.saved_step, self.met_step, self.next_meeting = step, step, step + 1
         self.saved_s = self.met_s = time.perf_counter()
         self.due_step = math.inf
-
-
-# -- what is said before
 
 
 def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool) -> str:

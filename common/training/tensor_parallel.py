@@ -151,10 +151,7 @@ def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
 
 
 def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """Have query, key and value take one DTensor, whose gradient is summed over the ranks once, and not three times.
-
-    What is whole of their adapters takes it as the tensor that it is on every rank.
-    """
+    """Have query, key and value take one DTensor, whose gradient is summed over the ranks once, not three times."""
     whole = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
     styles = {"attention.self": PrepareModuleInput(**whole)}
     for name in PLAN:
@@ -204,10 +201,7 @@ def check_whole_weights_agree(model: torch.nn.Module) -> None:
 
 
 def clip_gradients(weights: Iterable[torch.Tensor], max_norm: float, device: str) -> torch.Tensor:
-    """Return the norm of the whole model's gradients, and scale them to `max_norm`; on every rank.
-
-    What every rank has whole counts once.
-    """
+    """Clip the whole model's gradients, of which what every rank has whole counts once; return their norm."""
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     divided = [gradient.to_local() for gradient in gradients if split_dimension(gradient) is not None]
     whole = [local_part(gradient) for gradient in gradients if split_dimension(gradient) is None]

@@ -36,10 +36,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
-    """Return the least and the most that a rank holds of weights that FSDP cuts along their first dimension.
-
-    As `torch.chunk` does: all parts are as large as the first, but for the last ones, which may be empty.
-    """
+    """Return the least and the most bytes on a rank of weights that FSDP cuts, as `torch.chunk` does, by rows."""
     least = most = 0
     for weight in weights:
         rows = weight.shape[0]
