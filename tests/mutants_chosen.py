@@ -875,7 +875,7 @@ PROCESSES = (
     Fault(
         "two runs write into one results folder",
         "common/runtime/disks.py",
-        "        if refusals := list(filter(None, gather_object([why_not]))):\n",
+        "        if refusals := gather_object(refusals):\n",
         "        if refusals := []:\n",
         _faults("processes", "a_results_folder_has_one_owner_at_a_time[single]"),
     ),

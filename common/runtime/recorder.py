@@ -198,7 +198,7 @@ class RunRecorder:
 
 
 class Trial:
-    """Stands in for a run's recorder where its steps are tried on one batch; `folder` is for what a library must write."""
+    """Stands in for a run's recorder where its steps are tried; `folder` is for what a library must write."""
 
     keeps = writes = False
     repeats = True

@@ -60,7 +60,7 @@ def start_of(pid: int) -> str:
 
 
 def identity_of(pid: int) -> str:
-    """Return what tells a process from all that had or will have its number, on any machine; empty where there is none."""
+    """Return what tells a process from all others that ever have its number, anywhere; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         if sys.platform != "linux":
             return start_of(pid)

@@ -103,7 +103,7 @@ class Saver:
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
         """Write a full state, if one is due, or else the weights alone; training waits at least for a copy on the host.
 
-        `of_all`: what all ranks have alike, kept beside each one's random numbers. An AskedToEndError follows if asked for.
+        `of_all`: what all ranks have alike, kept beside each one's random numbers. An AskedToEndError may follow.
         """
         with self._holding_up():
             self.wait_and_commit()
