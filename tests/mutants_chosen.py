@@ -774,8 +774,8 @@ REPORTS = (
     Fault(
         "a peak far beyond its plan is not said",
         "common/runtime/recorder.py",
-        "abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE",
-        "abs(peak_gib / planned_gib - 1) > 10 * PLAN_TOLERANCE",
+        "abs(peak_gib / planned_gib - 1) > store.PLAN_TOLERANCE",
+        "abs(peak_gib / planned_gib - 1) > 10 * store.PLAN_TOLERANCE",
         _unit("run_record", "a_peak_beyond_its_plan_is_said_aloud"),
     ),
     Fault(

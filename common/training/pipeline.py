@@ -146,7 +146,7 @@ class Pipeline(torch.nn.Module):
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
         self.schedule: PipelineScheduleSingle | None = None
-        self.made_for: tuple[object, ...] = ()
+        self.made_for: tuple[object, ...] = ()  # shape of a batch (rows, tokens), schedule, micro-batches, purpose
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return hidden states or logits from token ids (rows, tokens) or hidden states (rows, tokens, hidden)."""
@@ -237,8 +237,11 @@ class Pipeline(torch.nn.Module):
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
     def _pass(self, inputs: Batch, name: str, count: int, purpose: str, **given: Any) -> torch.Tensor | None:
-        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
-        pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
+        made_for = (inputs["input_ids"].shape, name, count, purpose)
+        if self.made_for != made_for:
+            self.schedule = None  # its buffers are free before the next one's are there
+            self.schedule, self.made_for = self._new_schedule(*made_for), made_for
+        pass_all = partial(self.clock.step, self.schedule.step) if purpose == "training" else self.schedule.eval
         ids = (inputs["input_ids"],) if self.is_first else ()
         return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
@@ -248,16 +251,8 @@ class Pipeline(torch.nn.Module):
         self.positions = inputs.get("logits_to_keep")
         return inputs
 
-    def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        if self.made_for != (tuple(shape), name, count, purpose):
-            self.schedule = None  # its buffers are free before the next one's are there
-            self.schedule = self._new_schedule(shape, name, count, purpose)
-            self.made_for = (tuple(shape), name, count, purpose)
-        return self.schedule
-
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        rows, length = shape[0] // count, shape[1]
-        size = (rows, length, self.causal.config.hidden_size)
+        size = (shape[0] // count, shape[1], self.causal.config.hidden_size)
         hidden = torch.empty(size, dtype=self.hidden_dtype, device="meta").requires_grad_(purpose == "training")
         given = torch.empty(size[:2], dtype=torch.long, device="meta") if self.is_first else hidden
         # the last stage's output goes nowhere, and its shape is not looked at
