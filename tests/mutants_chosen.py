@@ -767,8 +767,8 @@ REPORTS = (
     Fault(
         "a run that failed pushes a completed one out",
         "common/runtime/disks.py",
-        "    if next(places_aside(folder, PREVIOUS)).exists() and not _completed(folder):\n",
-        "    if next(places_aside(folder, PREVIOUS)).exists() and _completed(folder):\n",
+        "    if folder.with_name(folder.name + PREVIOUS).exists() and not _completed(folder):\n",
+        "    if folder.with_name(folder.name + PREVIOUS).exists() and _completed(folder):\n",
         _unit("run_record", "a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before"),
     ),
     Fault(
