@@ -39,8 +39,6 @@ class RunRecorder:
     Attributes:
         resumes: Whether this start resumes what an earlier one left in the results folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
-        plan: What training was planned to take, once it starts.
-        data: Rows and tokens that were read, once they are counted.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.

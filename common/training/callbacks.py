@@ -18,12 +18,9 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 
 @dataclass
 class WorkDone:
-    """What this rank trained on.
+    """What this rank trained on: row numbers, in order, over all epochs, and tokens without padding.
 
-    Attributes:
-        rows: Row numbers, in order, over all epochs.
-        tokens: Non-padding tokens.
-        reporting_s: Seconds of training that went into logging, validation and checkpoints.
+    `reporting_s`: seconds of training that went into logging, validation and checkpoints.
     """
 
     rows: list[int] = field(default_factory=list)

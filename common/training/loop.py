@@ -85,7 +85,6 @@ class TrainingLoop:
         model: What is trained, without what stands around it in training.
         args, state, control: What callbacks are told, as by Transformers' Trainer.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
-        grad_norm, learning_rate: Of the last step; the norm before clipping.
         skipped_steps: Steps that were not taken, as their fp16 gradients overflowed.
     """
 

@@ -57,7 +57,6 @@ class Part:
         module: What is called in training: the model, or what stands around it.
         called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
-        usage: Measures what a rank holds and sends, where that is compared with one device's.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """

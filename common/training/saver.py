@@ -48,7 +48,6 @@ class Saver:
     """Writes the checkpoints of a training, and finds the one to resume from; methods are called on every rank.
 
     Attributes:
-        sizes: Bytes of each checkpoint that this run has written, by what it holds.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
@@ -292,7 +291,6 @@ class SaveSchedule(TrainerCallback):
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
-        met_step: The step after which the ranks met last.
         saves_at_end: Without save_steps: whether a full state is saved at the end of training.
         due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
     """
