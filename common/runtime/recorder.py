@@ -216,12 +216,9 @@ class Trial:
 
 
 PHASE_OF = {
-    "load model and data": "loading",
-    "load data": "loading",
-    "build trainer": "loading",
+    **dict.fromkeys(("load model and data", "load data", "build trainer"), "loading"),
+    **dict.fromkeys(("merge and reload", "save and reload"), "merging"),
     "sum up": TRAINING,
-    "merge and reload": "merging",
-    "save and reload": "merging",
 }
 """Phases of a plan by a workflow's name of them; others are called the same."""
 

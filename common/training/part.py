@@ -12,13 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback
@@ -46,7 +40,7 @@ from common.training.usage import Held, SentBytes, state_tensors
 SHARDS = "shards"  # folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them
 # of what every rank has whole, one writes all
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-WHAT_IS_TRAINED = StateDictOptions(strict=False)  # what is frozen is not in a checkpoint
+WHAT_IS_TRAINED = dcp_states.StateDictOptions(strict=False)  # what is frozen is not in a checkpoint
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -68,8 +62,7 @@ class Part:
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.is_whole = not run.parallelism.holds_parts
-        self.module = module
-        self.model = getattr(module, "module", module)
+        self.module, self.model = module, getattr(module, "module", module)
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self) if rank.world_size > 1 and _compares_shares(run) else None
@@ -200,11 +193,11 @@ class Part:
     def state(self, is_full: bool) -> dict[str, Any]:
         """Return this rank's part of the trained weights, and of a full state also of the optimizer."""
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
-        weights = get_model_state_dict(self.model).items()
+        weights = dcp_states.get_model_state_dict(self.model).items()
         parts = {"model": {name: weight for name, weight in weights if name in trained}}
         if is_full:
             # not flattened: bitsandbytes' states are then not found again
-            parts[self.optimizer_name] = get_optimizer_state_dict(self.model, self.optimizer)
+            parts[self.optimizer_name] = dcp_states.get_optimizer_state_dict(self.model, self.optimizer)
         return parts
 
     def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
@@ -218,10 +211,10 @@ class Part:
         """Take back weights, and optimizer, also from a checkpoint of another number of ranks."""
         parts = self.state(is_full)
         dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), no_dist=self.is_whole)
-        set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
+        dcp_states.set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
         if is_full:
             states = parts[self.optimizer_name]
-            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
+            dcp_states.set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""

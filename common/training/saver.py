@@ -105,7 +105,7 @@ class Saver:
         `of_all`: what all ranks have alike, kept beside each one's random numbers. An AskedToEndError may follow.
         """
         with self._holding_up():
-            self.wait_and_commit()
+            self._wait_and_commit()
             is_full = self.schedule.is_due(state, control)
             folder, best = self.folder / f"checkpoint-{state.global_step}", state.best_global_step or 0
             if best > self.first_step:
@@ -121,7 +121,7 @@ class Saver:
             if is_full:
                 self.schedule.saved(state.global_step)
             if self.schedule.is_asked:
-                self.wait_and_commit()
+                self._wait_and_commit()
                 raise AskedToEndError(
                     f"saved after step {state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} "
                     "resumes there."
@@ -141,17 +141,16 @@ class Saver:
             return
         if writes_part:
             self.unfinished.digests = self.unfinished.write_and_hash(partial(self.part.write, folder, parts))
-        self.wait_and_commit()
+        self._wait_and_commit()
 
     def commit_if_written(self, evaluates: bool, step: int) -> None:
         """Commit, after a step, what is written where the ranks meet anyway."""
         meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
             with self._holding_up():
-                self.wait_and_commit()
+                self._wait_and_commit()
 
-    def wait_and_commit(self) -> None:
-        """Wait until all is written, and commit it."""
+    def _wait_and_commit(self) -> None:
         if not self.unfinished:
             return
         unfinished, self.unfinished = self.unfinished, None
@@ -238,7 +237,7 @@ class Saver:
     def load_best(self, state: TrainerState) -> None:
         """Finish what is being written, and take back the best weights so far, if there are any."""
         with self._holding_up():
-            self.wait_and_commit()
+            self._wait_and_commit()
         if state.best_model_checkpoint:
             checkpoints.verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
             self.part.load(Path(state.best_model_checkpoint), is_full=False)
