@@ -11,7 +11,7 @@ The notebook runs the same steps cell by cell.
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -105,12 +105,6 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
                     (loop.loss(batch, step.label_count) * log.rank.world_size).backward()
             loop.update()
     return loop
-
-
-def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, has_room: bool) -> Merged:
-    """Save the adapter, and merge it into the de-quantized and into the original base."""
-    with log.phase("merge and reload"):
-        return merge_both_ways(log, loop, tokenizer, has_room)
 
 
 def evaluate_after(
