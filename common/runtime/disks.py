@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatch
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
@@ -125,10 +125,12 @@ def check_free_for_run(results: Path) -> None:
     )
 
 
-def places_aside(folder: Path, suffix: str) -> Iterator[Path]:
-    """Yield where a folder may be set aside: `NAME.previous`, `NAME.previous-2`, `NAME.previous-3`, and so on."""
-    yield folder.with_name(folder.name + suffix)
-    yield from (folder.with_name(f"{folder.name}{suffix}-{number}") for number in count(2))
+def set_aside(folder: Path, suffix: str, may_go: Callable[[Path], bool]) -> Path:
+    """Rename a folder to `NAME<suffix>`, or `-2`, `-3` and so on, where nothing is but what `may_go`; return it."""
+    names = chain([folder.name + suffix], (f"{folder.name}{suffix}-{number}" for number in count(2)))
+    aside = next(place for place in map(folder.with_name, names) if not os.path.lexists(place) or may_go(place))
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 class ResultsFolder:
@@ -219,17 +221,12 @@ def _make_way(folder: Path) -> Path | None:
         resumes = f"; with --resume_from_checkpoint {LAST} this run would have resumed it" if checkpoints else ""
         held = ", ".join([*checkpoints, *others])
         print(f"an unfinished run of this name ({held}) is kept as {folder.name}{suffix}{resumes}")
-    aside = next(
-        place
-        for place in places_aside(folder, suffix)
-        if not os.path.lexists(place) or (is_of_a_run(place) and not others_in(place))
-    )
+    aside = set_aside(folder, suffix, lambda place: is_of_a_run(place) and not others_in(place))
     if aside.name != folder.name + suffix:
         print(f"{folder.name}{suffix} has files that no run wrote, and stays: the run before is kept as {aside.name}")
     elif others:
         print(f"the run before is kept as {aside.name}, with what no run wrote ({', '.join(others)})")
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
+    return aside
 
 
 def _completed(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object, wait_for_everyone
 from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
 from common.base.run_config import BAD, LAST
 from common.hardware.devices import GIB
-from common.runtime.disks import places_aside
+from common.runtime.disks import set_aside
 from common.runtime.faults import fault_at
 from common.runtime.watch import reached
 
@@ -107,7 +107,7 @@ class UnfinishedCheckpoint:
         if _is_listed(self.folder):  # of the same step, from an earlier start
             remove(self.folder)
         elif self.folder.exists():
-            _set_aside(self.folder)
+            set_aside(self.folder, BAD, _is_listed)
         self.partial.rename(self.folder)
         flush_file(self.folder.parent)
         fault_at("renamed", self.step)
@@ -254,7 +254,7 @@ def newest_whole(checkpoints: Path) -> Path | None:
             verify(folder)
         except DamagedCheckpointError as damage:
             print(f"WARNING: {damage}")
-            print(f"It is kept as {_set_aside(folder).name}; the one before is tried.")
+            print(f"It is kept as {set_aside(folder, BAD, _is_listed).name}; the one before is tried.")
         else:
             return folder
     return None
@@ -263,13 +263,6 @@ def newest_whole(checkpoints: Path) -> Path | None:
 def _is_listed(folder: Path) -> bool:
     """Return whether a checkpoint was written by a run: others of such a name are the user's."""
     return (folder / MANIFEST_FILE).is_file()
-
-
-def _set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, and return it; only another such one makes way for it."""
-    aside = next(place for place in places_aside(folder, BAD) if _is_listed(place) or not place.exists())
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
 
 
 def digest_of(path: Path) -> str:
