@@ -215,12 +215,11 @@ class Trial:
         return devices.gpu_here() if self.run.device == "cuda" else devices.cpu_device()
 
 
-PHASE_OF = {
+PHASE_OF = {  # phases of a plan by a workflow's name of them; others are called the same
     **dict.fromkeys(("load model and data", "load data", "build trainer"), "loading"),
     **dict.fromkeys(("merge and reload", "save and reload"), "merging"),
     "sum up": TRAINING,
 }
-"""Phases of a plan by a workflow's name of them; others are called the same."""
 
 
 @dataclass

@@ -14,12 +14,11 @@ from common.base.run_config import RunConfig, names_in
 from common.runtime.world import BACKENDS
 from common.tasks.objectives import objective_of
 
-SHARED = (
+SHARED = (  # settings that a run and Transformers have under one name
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "max_grad_norm",
     "gradient_checkpointing", "eval_steps", "save_steps", "dataloader_num_workers", "seed", "optim",
     "lr_scheduler_type", "warmup_steps", "weight_decay",
 )  # fmt: skip
-"""Settings that a run and Transformers have under one name."""
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
