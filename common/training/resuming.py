@@ -13,7 +13,6 @@ from common.runtime.machines import digest_of_model, digest_of_rows
 from common.training.checkpoints import HOLDS, WEIGHTS, found_in, has_full_state, read_manifest, steps_at
 
 FORM = 2  # of a checkpoint's files, by which an older one's are told from it
-GROUPED = "group_by_length"
 KEPT = (
     "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
     "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
@@ -41,7 +40,7 @@ def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) 
         "rows_per_step": run.effective_batch_size,
         "rows": rows,
         "seed": run.seed,
-        "order": GROUPED if run.groups_by_length else "random",
+        "order": "group_by_length" if run.groups_by_length else "random",
         "settings": settings,
         "data": dict(data or {}),
         "model": f"random weights of {run.model}" if run.weights == "random" else digest_of_model(run),
