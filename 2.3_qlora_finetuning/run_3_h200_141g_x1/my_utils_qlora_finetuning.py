@@ -29,10 +29,8 @@ from common.tasks.answers import whole_row_results
 from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
 
-BLOCK = 64
-"""Weights that share a scale."""
-ON_ORIGINAL = "merged_into_original"
-"""Folder of the adapter merged into the original base."""
+BLOCK = 64  # weights that share a scale
+ON_ORIGINAL = "merged_into_original"  # folder of the adapter merged into the original base
 
 
 @dataclass
