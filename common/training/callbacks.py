@@ -34,17 +34,13 @@ class WorkDone:
             self.first_batch = {"row": row_numbers, **inputs}
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
-        self.tokens += _tokens_in(inputs, is_row)
+        if "cu_seq_lens_q" in inputs:  # end to end: real rows alone, or one filler row
+            self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
+        else:
+            mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
+            self.tokens += int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
         if "decoder_input_ids" in inputs:  # summaries are read and written beside the texts
             self.tokens += int((inputs["labels"][is_row] != IGNORED_LABEL).sum())
-
-
-def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
-    """Return the tokens of real rows in a batch; one end to end holds either these alone, or one filler row."""
-    if "cu_seq_lens_q" in inputs:
-        return inputs["input_ids"].numel() if is_row.all() else 0
-    mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then all second ones
-    return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
 
 
 class FirstStepReport(TrainerCallback):

@@ -88,14 +88,10 @@ class SentBytes(TorchDispatchMode):
         if func.namespace in NAMESPACES and name in SENT_SHARE:
             largest = max(byte_count(filter(torch.is_tensor, tree_leaves(argument))) for argument in args)
             self.bytes_by_collective[name] = self.bytes_by_collective.get(name, 0) + largest
-            ranks = _group_of(args).size()
+            # c10d is given the group itself, DTensor's operators its name as their last text
+            groups = [each for each in args if isinstance(each, torch.ScriptObject)]
+            names = [each for each in args if isinstance(each, str)]
+            group = dist.ProcessGroup.unbox(groups[0]) if groups else _resolve_process_group(names[-1])
+            ranks = group.size()
             self.sent_bytes += SENT_SHARE[name] * (ranks - 1) / ranks * largest
         return func(*args, **(kwargs or {}))
-
-
-def _group_of(arguments: tuple) -> dist.ProcessGroup:
-    """Return a collective's ranks: c10d is given the group itself, DTensor's operators its name as their last text."""
-    groups = [each for each in arguments if isinstance(each, torch.ScriptObject)]
-    if groups:
-        return dist.ProcessGroup.unbox(groups[0])
-    return _resolve_process_group([each for each in arguments if isinstance(each, str)][-1])
