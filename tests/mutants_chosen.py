@@ -122,8 +122,8 @@ DATA = (
     Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
-        "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
-        "return mask[is_row.repeat(len(mask) // len(is_row))].numel()",
+        "int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
+        "mask[is_row.repeat(len(mask) // len(is_row))].numel()",
         _unit("callbacks", "rows_that_fill_a_batch_up_are_no_work"),
     ),
     Fault(
