@@ -122,8 +122,8 @@ DATA = (
     Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
-        "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
-        "return mask[is_row.repeat(len(mask) // len(is_row))].numel()",
+        "int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
+        "mask[is_row.repeat(len(mask) // len(is_row))].numel()",
         _unit("callbacks", "rows_that_fill_a_batch_up_are_no_work"),
     ),
     Fault(
@@ -491,7 +491,7 @@ CHECKPOINTS = (
     Fault(
         "the bytes of a checkpoint are not compared with its list",
         "common/training/checkpoints.py",
-        '        if digest_of(path) != file["sha256"]:\n',
+        '        if digest_of(folder / name) != file["sha256"]:\n',
         '        if not file["sha256"]:\n',
         _faults("checkpoints", "any_flipped_byte_and_any_truncation_is_caught"),
     ),
@@ -527,8 +527,8 @@ CHECKPOINTS = (
     Fault(
         "a checkpoint of steps with other rows is gone on from",
         "common/training/resuming.py",
-        '            differs["rows_per_step"],\n',
-        "            False,\n",
+        "for name, reason in reasons.items() if was[name] != own[name])\n",
+        "for name, reason in reasons.items() if was[name] != own[name] and name != 'rows_per_step')\n",
         _unit("resumable", "a_checkpoint_of_another_run_is_refused"),
     ),
     Fault(
@@ -767,15 +767,15 @@ REPORTS = (
     Fault(
         "a run that failed pushes a completed one out",
         "common/runtime/disks.py",
-        "    if next(places_aside(folder, PREVIOUS)).exists() and not _completed(folder):\n",
-        "    if next(places_aside(folder, PREVIOUS)).exists() and _completed(folder):\n",
+        "    if folder.with_name(folder.name + PREVIOUS).exists() and not _completed(folder):\n",
+        "    if folder.with_name(folder.name + PREVIOUS).exists() and _completed(folder):\n",
         _unit("run_record", "a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before"),
     ),
     Fault(
         "a peak far beyond its plan is not said",
         "common/runtime/recorder.py",
-        "abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE",
-        "abs(peak_gib / planned_gib - 1) > 10 * PLAN_TOLERANCE",
+        "abs(peak_gib / planned_gib - 1) > store.PLAN_TOLERANCE",
+        "abs(peak_gib / planned_gib - 1) > 10 * store.PLAN_TOLERANCE",
         _unit("run_record", "a_peak_beyond_its_plan_is_said_aloud"),
     ),
     Fault(
@@ -875,7 +875,7 @@ PROCESSES = (
     Fault(
         "two runs write into one results folder",
         "common/runtime/disks.py",
-        "        if refusals := list(filter(None, gather_object([why_not]))):\n",
+        "        if refusals := gather_object(refusals):\n",
         "        if refusals := []:\n",
         _faults("processes", "a_results_folder_has_one_owner_at_a_time[single]"),
     ),

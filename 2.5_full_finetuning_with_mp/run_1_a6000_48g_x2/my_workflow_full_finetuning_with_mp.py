@@ -22,16 +22,7 @@ from common.models.placement import Placement, place_stages, placement_table
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop
-from common.training.steps import (
-    Metrics,
-    Tokenizer,
-    evaluate_after,
-    evaluate_before,
-    load_data,
-    record,
-    save,
-    sum_up,
-)
+from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
 
 RUN = RunConfig(
     technique="full",

@@ -20,8 +20,7 @@ from common.training.optimizers import training_arguments
 from common.training.steps import load_data
 
 PARTS = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer states"}
-WHOLE_AT_MOST_BYTES = 256 * 2**20
-"""Weights that may be whole on each rank beside training that divides them."""
+WHOLE_AT_MOST_BYTES = 256 * 2**20  # weights that may be whole on each rank beside training that divides them
 
 
 def held_table(held: dict[str, object]) -> pd.DataFrame:

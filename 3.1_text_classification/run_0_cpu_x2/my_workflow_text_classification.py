@@ -50,12 +50,12 @@ RUN = RunConfig(
     per_device_eval_batch_size=50,
 )
 LORA = {"target_modules": "query,value", "num_train_epochs": 4, "learning_rate": 2e-3, "lora_alpha": 16}  # (1)
+# what `--all` runs: one micro-batch is naive model parallel, as one stage works at a time
 SETTINGS = [
     ["--technique", technique, "--parallel", *parallel]
     for technique in ("full", "lora")
     for parallel in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
 ]
-"""What `--all` runs: one micro-batch is naive model parallel, as one stage works at a time."""
 
 defaults_for = partial(setting_of, RUN, LORA)
 

@@ -85,7 +85,6 @@ def measure(loop: TrainingLoop) -> Metrics:
 def save(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save one model (with LoRA the adapter, too), and load it as any user would: equal logits, or the run fails."""
     tuned, differences = export.save(log, loop, tokenizer)
-    if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither labels' names nor tokenizer
-        tuned.config.save_pretrained(log.folder / "adapter")
-        tokenizer.save_pretrained(log.folder / "adapter")
+    if log.run.method.has_plain_adapters and log.rank.is_main:
+        tuned.config.save_pretrained(log.folder / "adapter")  # PEFT does not save the labels' names
     return tuned, differences

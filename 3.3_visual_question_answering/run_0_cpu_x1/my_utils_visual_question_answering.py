@@ -16,8 +16,7 @@ from common.tasks.samples import predictions
 from common.training.loop import TrainingLoop
 
 COLUMNS, WIDTH_INCHES = 4, 12
-CHARACTERS = 48
-"""Of a line above a picture."""
+CHARACTERS = 48  # of a line above a picture
 SAID = ("right", "before", "after", "with another picture")
 HIT, MISS = "black", "firebrick"
 

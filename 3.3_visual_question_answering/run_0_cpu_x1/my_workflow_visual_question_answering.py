@@ -47,12 +47,10 @@ RUN = RunConfig(
     max_new_tokens=32,
 )
 LORA = {"num_train_epochs": 3, "learning_rate": 1e-3, "lora_r": 16, "lora_dropout": 0.0}  # (1)
+# what `--all` runs
 SETTINGS = [
-    ["--technique", technique, "--parallel", parallel]
-    for technique in ("full", "lora")
-    for parallel in ("single", "ddp")
+    ["--technique", each, "--parallel", parallel] for each in ("full", "lora") for parallel in ("single", "ddp")
 ]
-"""What `--all` runs."""
 
 defaults_for = partial(setting_of, RUN, LORA)  # (2)
 

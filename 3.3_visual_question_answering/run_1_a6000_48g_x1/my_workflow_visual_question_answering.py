@@ -53,12 +53,10 @@ RUN = RunConfig(
     dataloader_num_workers=4,  # pictures are scaled and cut into tiles on the host
 )
 LORA = {"learning_rate": 1e-4, "lora_dropout": 0.0}  # (1)
+# what `--all` runs
 SETTINGS = [
-    ["--technique", technique, "--parallel", parallel]
-    for technique in ("full", "lora")
-    for parallel in ("single", "ddp")
+    ["--technique", each, "--parallel", parallel] for each in ("full", "lora") for parallel in ("single", "ddp")
 ]
-"""What `--all` runs."""
 
 defaults_for = partial(setting_of, RUN, LORA)  # (2)
 

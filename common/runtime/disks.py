@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from fnmatch import fnmatch
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,16 +21,14 @@ from common.records.store import RECORD_NAME, load_record
 from common.runtime.watch import BEATS, start_of
 from common.runtime.world import Rank, may_start_again
 
-LAUNCHERS = ".launchers"
-"""Of a run's results: a file for each process that started ranks of it."""
-MARK = ".run.json"
-"""Of a run's results: says that a run made the folder, and once it has ended also what it wrote there, by name."""
+LAUNCHERS = ".launchers"  # of a run's results: a file for each process that started ranks of it
+MARK = ".run.json"  # of a run's results: says that a run made the folder, and at its end what it wrote there, by name
 OF_RUNS = (
     *(RECORD_NAME, MARK, LAUNCHERS, BEATS, "checkpoints", "tensorboard", "adapter", "model", "merged*"),
     *("predictions_*.csv", "gallery.png", "log_probs.png", "compare.png", "levels.png", "losses.png", "scores.png"),
     *("memory.png", "accuracy.png", "confusion.png", "held.png", "timeline.png"),
 )
-"""Patterns of names in a run's results: what runs wrote before they had a mark, and what notebooks draw afterwards."""
+"""Patterns of names: what runs wrote before they had a mark, and what notebooks draw afterwards."""
 SENT_BYTES = 64 * 2**20  # of a file, at once
 
 
@@ -46,19 +44,11 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
     return is_first
 
 
-def marks_of_launchers(folder: Path) -> set[str]:
-    """Return the marks of launchers that have started ranks of this run before; call it on all ranks.
-
-    A launcher is known by its process, so that one which starts the ranks through a new process each time, such as a
-    shell script, leaves a new mark each time.
-    """
+def started_before(folder: Path) -> tuple[bool, bool]:
+    """Return whether this launcher (a process) has started ranks of the run before, and some of them on this disk."""
     own = _own_mark(folder) if may_start_again() else None
-    return set(gather_object([own.name] if own and own.exists() else []))
-
-
-def has_mark(folder: Path, marks: Iterable[str]) -> bool:
-    """Return whether a run's results, on this disk, have one of these marks."""
-    return any((folder / LAUNCHERS / mark).exists() for mark in marks)
+    marks = gather_object([own.name] if own and own.exists() else [])
+    return bool(marks), any((folder / LAUNCHERS / mark).exists() for mark in marks)
 
 
 def may_be_restarted_in(folder: Path) -> bool:
@@ -67,7 +57,7 @@ def may_be_restarted_in(folder: Path) -> bool:
 
 
 def leave_mark(folder: Path) -> None:
-    """Leave a file in a run's results, for ranks that this rank's launcher may start again."""
+    """Mark a run's results, for ranks that this rank's launcher may start again."""
     if may_start_again():
         _own_mark(folder).parent.mkdir(exist_ok=True)
         _own_mark(folder).touch()
@@ -85,10 +75,9 @@ def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file()) if is_source else []
     found = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
     for name, size in broadcast_object_list([found], source)[0]:
-        mode = "wb" if lacks else "rb"
         if lacks:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open(mode) if lacks or is_source else nullcontext() as file:
+        with (folder / name).open("wb" if lacks else "rb") if lacks or is_source else nullcontext() as file:
             for _ in range(0, size, SENT_BYTES):
                 (part,) = broadcast_object_list([file.read(SENT_BYTES) if is_source else None], source)
                 if lacks:
@@ -96,11 +85,8 @@ def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
     wait_for_everyone()
 
 
-# -- whose a folder is
-
-
 def is_of_a_run(folder: Path) -> bool:
-    """Return whether a run has made a folder: it has a mark, what a rank says of itself, or the record of a run."""
+    """Return whether a run has made a folder: by its mark, a rank's file, or a record."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     if (folder / MARK).is_file() or (folder / BEATS / "rank0.json").is_file():
@@ -112,14 +98,11 @@ def is_of_a_run(folder: Path) -> bool:
 
 
 def others_in(folder: Path) -> list[str]:
-    """Return the names of what is in a run's results and was written by no run, such as exports and notes.
-
-    A run that was killed could not say what it had written: all is taken for its own.
-    """
+    """Return the names of what is in a run's results and was written by no run, such as exports and notes."""
     written: list[str] = []
     with suppress(OSError, ValueError, TypeError):  # from before runs had a mark, or cut short by a full disk
         content = (folder / MARK).read_text(encoding="utf-8")
-        if not content:
+        if not content:  # a run that was killed could not say what it had written: all is taken for its own
             return []
         written = list(json.loads(content))
     names = sorted(path.name for path in folder.iterdir())
@@ -127,11 +110,7 @@ def others_in(folder: Path) -> list[str]:
 
 
 def check_free_for_run(results: Path) -> None:
-    """Refuse to write a run's results into what no run has made; an empty folder may be taken.
-
-    Raises:
-        BadInputError: with what is there.
-    """
+    """Refuse to write a run's results into what no run has made; an empty folder may be taken."""
     if results.is_symlink():
         found = "is a link to elsewhere"
     elif results.exists() and not results.is_dir():
@@ -146,58 +125,61 @@ def check_free_for_run(results: Path) -> None:
     )
 
 
-def places_aside(folder: Path, suffix: str) -> Iterator[Path]:
-    """Yield where a folder may be set aside: `NAME.previous`, `NAME.previous-2`, `NAME.previous-3`, and so on."""
-    yield folder.with_name(folder.name + suffix)
-    yield from (folder.with_name(f"{folder.name}{suffix}-{number}") for number in count(2))
-
-
-# -- the folder of a run
+def set_aside(folder: Path, suffix: str, may_go: Callable[[Path], bool]) -> Path:
+    """Rename a folder to `NAME<suffix>`, or `-2`, `-3` and so on, where nothing is but what `may_go`; return it."""
+    names = chain([folder.name + suffix], (f"{folder.name}{suffix}-{number}" for number in count(2)))
+    aside = next(place for place in map(folder.with_name, names) if not os.path.lexists(place) or may_go(place))
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
 
 
 class ResultsFolder:
     """A run's results folder, which one run owns at a time; every rank of the run makes one.
 
-    An earlier run of the same name moves to `<run name>.previous`, replacing what was there, unless it did not
-    complete: then what was there stays, and the unfinished run moves to `<run name>.unfinished` if it has checkpoints,
-    and is removed if it has none. What no run has made or written is neither moved nor removed: a run does not begin in
-    such a folder, and an earlier run with files of others stays where it was set aside.
+    An earlier run of the same name moves to `<run name>.previous`, replacing what was there; one that did not complete
+    replaces nothing: it moves to `<run name>.unfinished`, or is removed if it has no checkpoints. What no run has made
+    or written is neither moved nor removed: a run does not begin in such a folder, and an earlier run with files of
+    others stays where it was set aside.
 
     Attributes:
-        path: The folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
         hosts: The machines of the ranks that write: several, where each has a disk of its own.
     """
 
     def __init__(
-        self,
-        path: Path,
-        rank: Rank,
-        is_resumed: bool,
-        nodes: int = 1,
-        why_one_disk: str = "",
-        lock_timeout_s: float = 0.0,
+        self, path: Path, rank: Rank, is_resumed: bool, nodes: int, why_one_disk: str, lock_timeout_s: float
     ) -> None:
-        """Take and make the folder; a resumed run keeps what its last start left there, on this disk.
+        """Take and make the folder, or raise a BadInputError; a resumed run keeps what its last start left there.
 
-        `nodes`: the run's machines. `why_one_disk`: why they must share a disk; empty where each may have its own.
+        `why_one_disk`: why the run's machines (`nodes`) must share a disk; empty where each may have its own.
         `lock_timeout_s`: how long another run may still own the folder.
-
-        Raises:
-            BadInputError: If another run owns it, no run has made it, or machines do not share a disk that they need;
-                on every rank.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
         self.hosts = [host for host, writes in gather_object([(socket.gethostname(), self.writes)]) if writes]
         if len(self.hosts) < nodes:
             why_one_disk = why_one_disk or f"Of {nodes} machines some share a disk"
-        if why_one_disk:
-            self.check_shared(why_one_disk)
+        if why_one_disk and len(self.hosts) > 1:
+            raise BadInputError(
+                f"{why_one_disk}, but {' and '.join(self.hosts)} each see another disk at {path.parent}: pass "
+                "--results_root with a folder that all machines share."
+            )
         self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=lock_timeout_s, is_singleton=True)
         self._others: list[str] = []
-        self._own()
+        refusals = []
+        try:
+            if self.writes:
+                self.lock.acquire()
+                check_free_for_run(path)
+        except Timeout:
+            said = f"Another run is writing to the results folder {path.name}: "
+            refusals = [said + "wait for it, end it, or pass another --run_name."]
+        except BadInputError as refused:
+            refusals = [str(refused)]
+        if refusals := gather_object(refusals):
+            self.lock.release(force=True)
+            raise BadInputError(refusals[0])
         if self.writes:
             if is_of_a_run(path) and is_resumed:
                 self._others = others_in(path)
@@ -209,35 +191,6 @@ class ResultsFolder:
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
         leave_mark(path)
-
-    def check_shared(self, why: str) -> None:
-        """Refuse machines that each have a disk of their own.
-
-        Raises:
-            BadInputError: With `why`, and the machines.
-        """
-        if len(self.hosts) > 1:
-            raise BadInputError(
-                f"{why}, but {' and '.join(self.hosts)} each see another disk at {self.path.parent}: pass "
-                "--results_root with a folder that all machines share."
-            )
-
-    def _own(self) -> None:
-        why_not = ""
-        if self.writes:
-            try:
-                self.lock.acquire()
-                check_free_for_run(self.path)
-            except Timeout:
-                why_not = (
-                    f"Another run is writing to the results folder {self.path.name}: wait for it, end it, or pass "
-                    "another --run_name."
-                )
-            except BadInputError as refused:
-                why_not = str(refused)
-        if refusals := list(filter(None, gather_object([why_not]))):
-            self.lock.release(force=True)
-            raise BadInputError(refusals[0])
 
     def release(self) -> None:
         """Say what the run has written, and let another one own the folder."""
@@ -259,7 +212,7 @@ class ResultsFolder:
 def _make_way(folder: Path) -> Path | None:
     """Move an earlier run aside, and return where it is; a failed one does not push out a completed one."""
     suffix, others = PREVIOUS, others_in(folder)
-    if next(places_aside(folder, PREVIOUS)).exists() and not _completed(folder):
+    if folder.with_name(folder.name + PREVIOUS).exists() and not _completed(folder):
         checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
         if not checkpoints and not others:
             shutil.rmtree(folder)
@@ -268,17 +221,12 @@ def _make_way(folder: Path) -> Path | None:
         resumes = f"; with --resume_from_checkpoint {LAST} this run would have resumed it" if checkpoints else ""
         held = ", ".join([*checkpoints, *others])
         print(f"an unfinished run of this name ({held}) is kept as {folder.name}{suffix}{resumes}")
-    aside = next(
-        place
-        for place in places_aside(folder, suffix)
-        if not os.path.lexists(place) or (is_of_a_run(place) and not others_in(place))
-    )
+    aside = set_aside(folder, suffix, lambda place: is_of_a_run(place) and not others_in(place))
     if aside.name != folder.name + suffix:
         print(f"{folder.name}{suffix} has files that no run wrote, and stays: the run before is kept as {aside.name}")
     elif others:
         print(f"the run before is kept as {aside.name}, with what no run wrote ({', '.join(others)})")
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
+    return aside
 
 
 def _completed(folder: Path) -> bool:

@@ -23,9 +23,6 @@ def run_as_started(run: RunConfig) -> RunConfig:
     `torchrun --nnodes 1:4 --max_restarts 3` starts the ranks of a run on several machines again, on those that are
     left. Steps keep their rows and their learning rate, and results their name. Without `--max_restarts`, or with the
     ranks that the run asks for, it stays as it is.
-
-    Raises:
-        BadInputError: So many ranks cannot take the run's steps.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == run.world_size or not _is_elastic(run):
@@ -38,9 +35,7 @@ def run_as_started(run: RunConfig) -> RunConfig:
         "learning_rate_scaling": "none",
     }
     if run.parallelism.shards and started < 2:
-        raise BadInputError(
-            f"1 rank started, but {run.parallel} divides the model among two or more: start more machines."
-        )
+        raise BadInputError(f"1 rank started, but {run.parallel} divides the model among two or more: start more.")
     if run.goal.summarizes:  # whose rows are divided into parts, of which a rank may have several
         return run.changed_to(**changes, partitions=run.partition_count)
     if run.dp_replicate_size > 1:
@@ -69,11 +64,7 @@ def _is_elastic(run: RunConfig) -> bool:
 
 
 def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
-    """Return what lets so many ranks share a step's rows equally, with no more at once than the run has.
-
-    Raises:
-        BadInputError: They cannot.
-    """
+    """Return what lets so many ranks share a step's rows equally, with no more at once than the run has."""
     rows, rest = divmod(run.effective_batch_size, ranks)
     if rest:
         on_each = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -88,41 +79,30 @@ def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
     return {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": rows // at_once}
 
 
-# -- where the ranks of one start meet
-
-
 def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Return a store for the ranks of this start alone, once all that torchrun started are there.
 
     On one machine it is a file; on several a part of torchrun's own store, or, where torchrun was told not to share it,
     the first rank's. Those listen on every interface, and whoever writes into them says where the ranks connect to.
-
-    Raises:
-        RunStoppedError: With the ranks that did not come within `timeout_s`, or whose the file's folder is.
     """
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         place = folder_of_user() / f"{os.getppid()}-{os.environ['MASTER_PORT']}"
         return part_of_this_start(dist.FileStore(str(place), world_size), rank, world_size, timeout_s)
-    is_shared = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    is_master = rank == 0 and os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True"
+    place, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_shared,
-            timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        )  # fmt: skip
+        store = dist.TCPStore(*place, is_master=is_master, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError:
         raise _not_started([0], timeout_s) from None
     return part_of_this_start(store, rank, world_size, timeout_s)
 
 
 def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """Return a part of a launcher's store, once all ranks are there.
+    """Return a part of a launcher's store, once all ranks are there; a RunStoppedError names those that did not come.
 
     The store still has what ranks of earlier starts said, and torchrun's own count of starts leaves out those for which
     a machine came or went. So the first rank names each start anew, and the others announce themselves under the newest
     name. Once all have, the first rank lists them; a rank accepts a list only if its own id is in it.
-
-    Raises:
-        RunStoppedError: With the ranks that did not come within `timeout_s`.
     """
     own, announced = uuid4().hex, ""
     ranks = [f"rank{number}" for number in range(world_size)]

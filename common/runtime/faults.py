@@ -1,8 +1,6 @@
 """Injected faults, for the tests: what goes wrong, on which rank, in which step and at which point.
 
-    FAULT="kill rank=1 step=7 point=batch" torchrun ... my_workflow_....py
-
-Nothing happens, and nothing is computed, where the variable is not set.
+FAULT="kill rank=1 step=7 point=batch" torchrun ... my_workflow_....py
 """
 
 import errno
@@ -28,13 +26,10 @@ FIELDS = {"rank": int, "step": int, "times": int, "point": str, "once": str}
 
 
 def asked_fault() -> tuple[str, dict[str, Any]]:
-    """Return the kind of fault that the environment asks for, and where: a rank, step or point that is left out is any.
+    """Return the kind of fault that the environment asks for, and where; a rank, step or point that is left out is any.
 
     `times` says at which arrival there it happens, from 1; `once` names a file that is made when it happens, and keeps
     it from happening again after a restart.
-
-    Raises:
-        BadInputError: If it is not written as in this module's docstring.
     """
     asked = os.environ[VARIABLE]
     kind, *pairs = asked.split()

@@ -24,11 +24,7 @@ END_S = 2.0  # how long a process may take to end by itself when it is told to
 
 
 def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun.
-
-    Raises:
-        BadInputError: The run has ranks on several machines, and each needs a command of its own.
-    """
+    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun."""
     if run.nodes > 1:
         each = shlex.join([*nodes_command(run.nodes, run.ranks_per_node), script, *overrides])
         raise BadInputError(
@@ -49,9 +45,6 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     `instead` names another function, `module.function`, to run with the workflow's settings. `workflow_module` is
     imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where CUDA, an Accelerator or
     bitsandbytes (which PEFT imports) came to life before.
-
-    Raises:
-        BadInputError: If a rank refuses its input; nothing was written.
     """
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -86,42 +79,26 @@ def _import_and_run(workflow_module: str, overrides: dict[str, object], instead:
 
 
 def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> None:
-    """Run a command and print its output line by line as it comes (a notebook's `!` would hide a failure).
-
-    Raises:
-        RuntimeError: If the command ends with another exit code than 0.
-    """
+    """Run a command, and print its output line by line; a RuntimeError if it fails, which a notebook's `!` hides."""
     said = without_secrets(shlex.join(command)).replace(sys.executable, "python")
     print("$ " + re.sub(r" --rdzv_endpoint /\S+", "", said))  # torchrun makes a file to meet in by itself
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        preexec_fn=die_with_parent,
-    ) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=cwd, preexec_fn=die_with_parent, **streams) as process:
         try:
             for line in process.stdout:
                 print(without_secrets(line), end="")
         except BaseException:  # an interrupted cell leaves nobody behind
-            _end_process(process)
+            process.terminate()  # and with it its ranks (`die_with_parent`)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
             raise
     if process.returncode != 0:
         end = f"ended with exit code {process.returncode}; its last lines say why"
         if process.returncode in KILLED:
             end = "was killed, possibly as memory ran out: look at the system's log (dmesg)"
         raise RuntimeError(f"The command above {end}.")
-
-
-def _end_process(process: subprocess.Popen) -> None:
-    """End a launcher, and with it its ranks (`die_with_parent`): politely, then soon by force."""
-    process.terminate()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
 
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:

@@ -24,24 +24,23 @@ LOOPBACKS = ("127.", "::1")
 LAST_BYTES = 2**16
 READ_WHOLE = ("config.json", "*.index.json", "tokenizer*", "chat_template*", "additional_chat_templates/*", "vocab.*",
               "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")  # fmt: skip
-"""Of a model's folder: its configuration, the index of its weights, its tokenizer and its chat templates."""
-ELSEWHERE = "192.0.2.1"
-"""An address that no machine has (RFC 5737): the default route leads to it."""
-OWN_COLUMNS = ("where", "picture")
-"""Of a row: where it stands, and its picture's file (of which it has a digest)."""
+ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737): the default route leads to it
+OWN_COLUMNS = ("where", "picture")  # of a row: where it stands, and its picture's file (of which it has a digest)
 OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
 
 
 def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> dict[str, Any]:
-    """Return what this process says of its machine: all but `who` it is must be the same everywhere.
+    """Return what this process says of its machine: all but `who` must be the same everywhere.
 
-    `data` is a digest of the training `rows` that it has read, before they are divided; `model` the commit of a model
-    of the Hub, or a digest of a folder; `code` a digest of this repository's modules.
+    `data` is a digest of the training `rows` before they are divided, `code` one of the modules that the run executes.
     """
+    code = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
     return {
         "who": f"rank {rank} ({socket.gethostname()})",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
-        "code": digest_of_code(run),
+        "code": _digest(
+            str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in code
+        ),
         "settings": {name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
         "rows": len(rows),
         "data": digest_of_rows(rows),
@@ -65,8 +64,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 def digest_of_model(run: RunConfig) -> str:
     """Return the commit of a model of the Hub, or 12 digits of a folder's configuration, tokenizer and weights.
 
-    Of the files of weights that is the index that says which weight is in which, their names, sizes and last bytes: to
-    read all of a large model takes minutes.
+    Of files of weights the index, names, sizes and last bytes: to read all of a large model takes minutes.
     """
     folder = find_here(run.model, os.path.isdir)
     if folder is None:
@@ -86,18 +84,8 @@ def _parts_of_model(folder: Path) -> Iterator[bytes]:
             yield file.read()
 
 
-def digest_of_code(run: RunConfig) -> str:
-    """Return 12 hexadecimal digits of the modules that the run executes: those of `common` and of its folder."""
-    paths = sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")])
-    return _digest(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0" for path in paths)
-
-
 def check_members_agree(members: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse machines that would not train one model on one set of rows; everyone sees the same list.
-
-    Raises:
-        BadInputError: With the names and both values.
-    """
+    """Refuse machines that would not train one model on one set of rows; everyone sees the same list."""
     first, *others = members
     for other, what in product(others, ("versions", "code", "settings", "rows", "data", "model")):
         mine, theirs = _different(first[what], other[what])

@@ -17,15 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from common.planning.terms import PARTS
 
-ALLOCATION_BYTES = 512
-"""CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+ALLOCATION_BYTES = 512  # CUDA's allocator hands out multiples (kMinBlockSize in c10/cuda/CUDACachingAllocator)
+# what follows the last layer of a device without a head: the hidden state is sent, and its gradient received
 HANDING_ON = "handing on"
-"""What follows the last layer of a device without a head: the hidden state is sent, and its gradient received."""
 
-Bytes = dict[str, float]
-"""Bytes of each of `PARTS`."""
-Timeline = dict[str, Bytes]
-"""What is alive at the highest moment of each segment of the step."""
+Bytes = dict[str, float]  # of each of `PARTS`
+Timeline = dict[str, Bytes]  # what is alive at the highest moment of each segment of the step
 
 
 class Watch(Protocol):
@@ -36,13 +33,10 @@ class Watch(Protocol):
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of live storages by part, and remembers the highest moment of each segment.
-
-    A storage counts once, from the operation that makes it until nothing refers to it any more.
-    """
+    """Counts the bytes of live storages by part, each storage once, and remembers each segment's highest moment."""
 
     def __init__(self, vocab_size: int, rounded_to: int = ALLOCATION_BYTES) -> None:
-        """`vocab_size` tells logits by their last dimension; sizes are rounded up to `rounded_to` bytes."""
+        """Tell logits by their last dimension, `vocab_size`; sizes are rounded up to `rounded_to` bytes."""
         super().__init__()
         self.vocab_size, self.rounded_to = vocab_size, rounded_to
         self.part_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -79,7 +73,11 @@ class MemoryTracker(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> None:  # no operation: FSDP frees so what it gathered
             resize(storage, size)
-            self._measure_again(storage)
+            if storage in self.part_of:
+                entry, size = self.part_of[storage], self._rounded(storage.nbytes())
+                self.live[entry[0]] += size - entry[1]
+                entry[1] = size
+                self._remember()
 
         self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
         self._resizing.start()
@@ -88,13 +86,6 @@ class MemoryTracker(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._resizing.stop()
-
-    def _measure_again(self, storage: torch.UntypedStorage) -> None:
-        if storage in self.part_of:
-            entry, size = self.part_of[storage], self._rounded(storage.nbytes())
-            self.live[entry[0]] += size - entry[1]
-            entry[1] = size
-            self._remember()
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.rounded_to) * self.rounded_to
@@ -116,15 +107,11 @@ class MemoryTracker(TorchDispatchMode):
         return made
 
     def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> str:
-        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == "weights":
+        if func is torch.ops.aten._to_copy.default and self.part_of.get(_storage_of(args[0]), [""])[0] == "weights":
             return "weights"  # autocast's copy in the precision of the arithmetic
         if self.new_part == "activations" and tensor.dim() and tensor.shape[-1] == self.vocab_size:
             return "logits"
         return self.new_part
-
-    def _part(self, tensor: torch.Tensor) -> str | None:
-        entry = self.part_of.get(_storage_of(tensor))
-        return entry[0] if entry else None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -135,8 +122,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 def like_cuda() -> AbstractContextManager:
     """Have a CPU choose the operations that a GPU would.
 
-    Dropout keeps a mask of bytes; attention's kernels keep a seed for theirs; autocast computes layer norms and softmax
-    in fp32.
+    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms and softmax in fp32.
     """
     layer_norm, softmax, attention = functional.layer_norm, functional.softmax, functional.scaled_dot_product_attention
 

@@ -39,11 +39,7 @@ LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last work
 
 
 def check_world(run: RunConfig) -> None:
-    """Refuse a world of another size than the run asks for, before a process group is made.
-
-    Raises:
-        BadInputError: With both sizes and the command that starts the right number.
-    """
+    """Refuse a world of another size than the run asks for, before a process group is made."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     nodes = started // int(os.environ.get("LOCAL_WORLD_SIZE", started))
     if started != run.world_size:
@@ -70,11 +66,7 @@ def start_command(run: RunConfig) -> str:
 
 
 def check_gpus(run: RunConfig) -> None:
-    """Refuse a GPU that the catalogue does not know, and more GPUs than there are.
-
-    Raises:
-        BadInputError: With the names known, or the number found and the command for that many.
-    """
+    """Refuse a GPU that the catalogue does not know, or cannot compute the precision, and more GPUs than there are."""
     if run.gpu:
         find_gpu(run.gpu)
     if run.device == "cpu":
@@ -95,10 +87,7 @@ def check_gpus(run: RunConfig) -> None:
 
 
 def on_fewer(run: RunConfig, devices: int) -> str:
-    """Return what to do on fewer GPUs than a run folder was made for.
-
-    A parallelism that one device cannot have gives way to the folder of its technique for one device.
-    """
+    """Return what to do on fewer GPUs than a run folder was made for."""
     if devices == 1 and not run.parallelism.replicates:
         return f"use a run folder of {run.goal.folder_for_one or run.method.folder_for_one}, which are for one"
     try:
@@ -111,13 +100,7 @@ def on_fewer(run: RunConfig, devices: int) -> str:
 
 
 def start_rank(run: RunConfig) -> Rank:
-    """Join the world as this process's rank: `run.threads` threads on CPU, its own device on GPUs.
-
-    Raises:
-        BadInputError: If the world has another size than the run asks for, or PyTorch cannot use the GPUs.
-        RunStoppedError: If another rank does not start in time.
-        RuntimeError: If the process group has another size, backend or type than the run asks for.
-    """
+    """Join the world as this process's rank: `run.threads` threads on CPU, its own device on GPUs."""
     check_world(run)
     check_precision(run)
     end_with_launcher()
@@ -207,11 +190,7 @@ def end_with_launcher() -> None:
 
 
 def check_precision(run: RunConfig) -> None:
-    """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
-
-    Raises:
-        BadInputError: with both precisions.
-    """
+    """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file."""
     asked = {"fp32": "no", "fp16-mixed": "fp16"}.get(run.precision, "bf16")
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if detect_launcher() == "acclaunch" and told not in ("no", asked):

@@ -7,22 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import islice, repeat
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from typing_extensions import override
 
-from common.base.errors import (
-    AskedToEndError,
-    BadInputError,
-    RunStoppedError,
-    first_sentence,
-    is_full_disk,
-    is_lost_peer,
-    status_of,
-)
+from common.base import errors
 from common.base.paths import from_repository
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
@@ -30,73 +22,44 @@ from common.base.signals import end_signals_deferred
 from common.base.torchrun import nodes_command
 from common.hardware import devices
 from common.planning.model_configs import cached_commit
-from common.planning.phases import TRAINING, Phase
+from common.planning.phases import TRAINING
 from common.planning.plans import Plan
-from common.planning.terms import DeviceMemory
-from common.records.store import (
-    PLAN_TOLERANCE,
-    RECORD_NAME,
-    SCHEMA_VERSION,
-    Record,
-    default_run_name,
-    environment,
-    settings_anywhere,
-    write_json,
-)
-from common.runtime.disks import ResultsFolder, has_mark, marks_of_launchers
+from common.records import store
+from common.records.store import RECORD_NAME, Record
+from common.runtime.disks import ResultsFolder, started_before
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
 
-LOST_LOCK_S = 120.0
-"""How long the file system of a shared disk may keep the lock of a machine that was lost."""
-
-
-def why_one_disk(run: RunConfig) -> str:
-    """Return why the run's machines must share a disk; empty where each can have its own."""
-    return "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
+LOST_LOCK_S = 120.0  # how long the file system of a shared disk may keep the lock of a machine that was lost
 
 
 class RunRecorder:
-    """Collect what a run measures, and write its record, also when a phase fails.
-
-    Every rank of a run makes one, which gives the run its results folder (`ResultsFolder`) and starts the watch over
-    its ranks (`Watch`). A phase left by an exception writes a record with status `oom`, `interrupted` or `failed`.
+    """Collects what a run measures, and writes its record, also of a failure; every rank of a run makes one.
 
     Attributes:
-        run_name, folder: The run's name, and its results folder.
         resumes: Whether this start resumes what an earlier one left in the results folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
-        phases_s: Seconds of each phase so far.
-        plan: What training was planned to take, once it starts.
-        data: Rows and tokens that were read, once they are counted.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
-        command_rows: As many rows at once as its command sets to be evaluated; the plan may have chosen others.
         step: How many optimizer steps were taken, once training has begun.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
         repeats: Whether every batch has all rows, in order, as in a `Trial` of the longest ones.
-        callbacks: Of Transformers' kind, which are told of the training beside its own.
     """
 
     keeps, repeats = True, False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
-        """Take the results folder; where the run resumes, with what the last start left there."""
         self.run, self.rank, self.command_rows = run, rank, run.per_device_eval_batch_size
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.run_name = run.run_name or default_run_name(run, rank.launcher)
+        self.run_name = run.run_name or store.default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
-        marks, takes_last = marks_of_launchers(folder), run.resume_from_checkpoint == LAST
-        self.resumes = takes_last or bool(marks)
-        self.results = ResultsFolder(
-            folder,
-            rank,
-            # a machine that was added may have a disk with another run of this name
-            is_resumed=takes_last or has_mark(folder, marks),
-            nodes=run.nodes,
-            why_one_disk=why_one_disk(run),
-            lock_timeout_s=LOST_LOCK_S if marks else 0.0,
-        )
+        is_restarted, is_here = started_before(folder)
+        takes_last = run.resume_from_checkpoint == LAST
+        self.resumes = takes_last or is_restarted
+        is_resumed = takes_last or is_here  # a machine that was added may have another run of this name
+        one_disk = "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
+        lock_s = LOST_LOCK_S if is_restarted else 0.0
+        self.results = ResultsFolder(folder, rank, is_resumed, run.nodes, one_disk, lock_s)
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
@@ -124,12 +87,12 @@ class RunRecorder:
             with end_signals_deferred():
                 hide_secrets(error)
                 self._failed(error, name)
-            if status_of(error) == "oom":
-                raise RunStoppedError(self._out_of_memory(name)) from error
-            if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
-                raise RunStoppedError(
-                    f"The disk of {self.folder} is full ({name}: {first_sentence(error)}): make room there, or pass "
-                    f"another --results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+            if errors.status_of(error) == "oom":
+                raise errors.RunStoppedError(self._out_of_memory(name)) from error
+            if errors.is_full_disk(error) and not isinstance(error, errors.RunStoppedError):  # that has said it already
+                raise errors.RunStoppedError(
+                    f"The disk of {self.folder} is full ({name}: {errors.first_sentence(error)}): make room there, or "
+                    f"pass another --results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
                 ) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
@@ -137,26 +100,23 @@ class RunRecorder:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
     def _failed(self, error: BaseException, phase: str) -> None:
-        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it.
-
-        A run that refuses its input before it trains leaves nothing.
-        """
-        if isinstance(error, BadInputError) and self.step is None and not self.resumes:
+        """Keep how this rank ended, but not over what went wrong first; a run that refuses its input leaves nothing."""
+        if isinstance(error, errors.BadInputError) and self.step is None and not self.resumes:
             self.stop()
             self.results.discard()
             return
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
-        rank, is_lost_rank = self.rank.rank, is_lost_peer(error)
-        lost = f"another rank is gone, as rank {rank} saw ({first_sentence(error)}): its output says why"
+        rank, is_lost_rank = self.rank.rank, errors.is_lost_peer(error)
+        lost = f"another rank is gone, as rank {rank} saw ({errors.first_sentence(error)}): its output says why"
         figures = {
             "failed_phase": phase,
-            "failed_rank": None if is_lost_rank or isinstance(error, AskedToEndError) else rank,
+            "failed_rank": None if is_lost_rank or isinstance(error, errors.AskedToEndError) else rank,
             "failed_step": self.step() if self.step else None,
             "error": lost if is_lost_rank else f"{type(error).__name__}: {error}",
         }
         self.stop()
-        self._keep_failure(status_of(error), figures, follows=is_lost_rank or isinstance(error, SystemExit))
+        self._keep_failure(errors.status_of(error), figures, follows=is_lost_rank or isinstance(error, SystemExit))
 
     def _hangs(self, said: str) -> None:
         self._keep_failure("failed", {"failed_rank": self.rank.rank, "error": said}, follows=True)
@@ -165,7 +125,7 @@ class RunRecorder:
         if follows and (self.folder / RECORD_NAME).exists():
             return
         try:
-            write_json(self._record(status, figures), self.folder / RECORD_NAME)
+            store.write_json(self._record(status, figures), self.folder / RECORD_NAME)
         except OSError as error:
             print(f"WARNING: the record of this failure cannot be written ({error}).")
 
@@ -204,7 +164,7 @@ class RunRecorder:
         cost = rent(self.gpu(), self.run.devices, sum(self.phases_s.values()) / 3600)
         record = self._record("completed", {"cost": cost, **figures, "memory": memory})
         if self.writes:
-            write_json(record, self.folder / RECORD_NAME)
+            store.write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             where = self.folder.relative_to(self.folder.parents[1])
             print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
@@ -215,7 +175,7 @@ class RunRecorder:
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": store.SCHEMA_VERSION,
             "status": status,
             "technique": self.run.technique,
             "parallel": self.run.parallel,
@@ -224,9 +184,9 @@ class RunRecorder:
             "launcher": self.rank.launcher,
             "command": command_of(replace(self.run, per_device_eval_batch_size=self.command_rows), self.rank),
             "started_at": self.started_at,
-            "config": settings_anywhere(self.run),
+            "config": store.settings_anywhere(self.run),
             "model_commit": commit_of_model(self.run),
-            "environment": environment(self.run),
+            "environment": store.environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
             "planned": planned_figures(self.plan) if self.plan else None,
@@ -235,31 +195,16 @@ class RunRecorder:
         }
 
 
-class Uncounted:
-    """Stands in for `PeakMemory` where peaks are read by who tries the steps."""
-
-    current = ""
-
-    def phase(self, phase: str) -> AbstractContextManager[None]:
-        """Return a context that leaves the peaks as they are."""
-        return nullcontext()
-
-    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> AbstractContextManager[None]:
-        """Return a context that counts nothing."""
-        return nullcontext()
-
-
 class Trial:
-    """Stands in for a run's recorder where its steps are tried on one batch, and nothing is kept."""
+    """Stands in for a run's recorder where its steps are tried; `folder` is for what a library must write."""
 
     keeps = writes = False
     repeats = True
     run_name = "trial"
 
     def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
-        """Try `run` on this rank; `folder` is for what a library must write."""
         self.run, self.rank, self.folder, self.callbacks = run, rank, folder, list(callbacks)
-        self.memory = Uncounted()
+        self.memory = Uncounted(rank)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that times and says nothing."""
@@ -270,15 +215,11 @@ class Trial:
         return devices.gpu_here() if self.run.device == "cuda" else devices.cpu_device()
 
 
-PHASE_OF = {
-    "load model and data": "loading",
-    "load data": "loading",
-    "build trainer": "loading",
+PHASE_OF = {  # phases of a plan by a workflow's name of them; others are called the same
+    **dict.fromkeys(("load model and data", "load data", "build trainer"), "loading"),
+    **dict.fromkeys(("merge and reload", "save and reload"), "merging"),
     "sum up": TRAINING,
-    "merge and reload": "merging",
-    "save and reload": "merging",
 }
-"""Phases of a plan by a workflow's name of them; others are called the same."""
 
 
 @dataclass
@@ -343,13 +284,11 @@ class PeakMemory:
     def figures(self, plan: Plan | None) -> list[dict[str, object]]:
         """Return what the record says of each device, beside what `plan` has for it."""
         self.enter(self.current)
-        first, count = self.rank.rank, len(self.rank.devices)
-        planned = zip(plan.devices, plan.phases, strict=True) if plan else repeat((None, ()))
-        of_own = islice(planned, first, first + count)
-        return [self._of_device(device, *each) for device, each in zip(self.rank.devices, of_own, strict=True)]
+        return [self._of_device(device, plan, self.rank.rank + n) for n, device in enumerate(self.rank.devices)]
 
-    def _of_device(self, device: str, planned: DeviceMemory | None, phases: tuple[Phase, ...]) -> dict[str, object]:
+    def _of_device(self, device: str, plan: Plan | None, number: int) -> dict[str, object]:
         reading, on_cpu = devices.read_memory(device), device == "cpu"
+        planned, phases = (plan.devices[number], plan.phases[number]) if plan else (None, ())
         measured = {name: peaks[device] for name, peaks in self.by_phase.items() if device in peaks}
         return {
             "rank": self.rank.rank,
@@ -367,17 +306,26 @@ class PeakMemory:
         }
 
 
-def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
-    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`.
+class Uncounted(PeakMemory):
+    """Leaves the peaks as they are, where they are read by who tries the steps."""
 
-    On a CPU tensors are compared with tensors: what a process keeps besides differs from machine to machine.
-    """
+    @override
+    def enter(self, phase: str) -> None:
+        self.current = phase
+
+    @override
+    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
+    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
     lines = []
     for entry in memory:
         planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
-        if entry["device"] == "cpu":
+        if entry["device"] == "cpu":  # tensors: what a process keeps besides differs from machine to machine
             planned_gib, peak_gib = (entry[f"{kind}_gib_by_phase"].get(TRAINING) for kind in ("planned", "peak"))
-        if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE:
+        if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > store.PLAN_TOLERANCE:
             lines.append(
                 f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
                 f"{peak_gib / planned_gib - 1:+.0%} of the {planned_gib:.2f} GiB planned: "
@@ -387,7 +335,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
 
 
 def planned_figures(plan: Plan) -> dict[str, object]:
-    """Return what was planned: the first device's memory by part, and a step's time; all projected."""
+    """Return what was planned: the first device's memory by part, and a step's time."""
     batch, memory = plan.job.batch, plan.devices[0]
     return {
         "batch": {"rows": batch.rows, "length": batch.length, "labelled": batch.labelled},
@@ -414,7 +362,7 @@ def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object]
 
 
 def commit_of_model(run: RunConfig) -> str | None:
-    """Return the commit of the Hub's model that a run's weights are from; None of a folder's and of random ones."""
+    """Return the commit of the Hub's model that a run's weights are from; None for folders and random weights."""
     return cached_commit(run.model, run.model_revision) if run.weights == "pretrained" else None
 
 
@@ -430,6 +378,6 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
     literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
     usual = literal.to_dict()
-    changed = {name: value for name, value in settings_anywhere(run).items() if value != usual[name]}
+    changed = {name: value for name, value in store.settings_anywhere(run).items() if value != usual[name]}
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
     return shlex.join([*launchers.get(rank.launcher, ["python"]), Path(sys.argv[0]).name, *overrides])

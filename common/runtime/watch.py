@@ -1,7 +1,7 @@
 """A watch over a run's ranks: none outlives its launcher, and one that hangs is named and ended.
 
-Each rank says in a file of the results folder where it is, once a second, from a thread of its own. A rank that was
-stopped says nothing any more; one that sleeps has passed fewer points than those that wait for it.
+Each rank writes where it is into a file of the results folder, once a second, from a thread of its own. A rank that was
+stopped writes nothing; one that sleeps has passed fewer points than those that wait for it.
 """
 
 import contextlib
@@ -28,11 +28,9 @@ ANSWER_S = 2.0  # how long a rank that is told to end may take to stop its work,
 BEAT_S = 1.0
 SILENT_S = 5.0  # a rank whose thread has said nothing for so long was stopped, or its machine is gone
 SLOW_FACTOR = 10  # what stands between steps, and an exchange between ranks, may take so many times as long as a step
-# Between steps: a batch of validation, or a checkpoint. What comes before training and after it, such as a download or
-# the final evaluation, takes as long as it takes.
+# between steps: a batch of validation, or a checkpoint; what comes before and after training may take any time
 SLOW_POINTS = ("validation", "saving", "verifying")
-# The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
-# there. A rank that hangs in a pass keeps others waiting in theirs, and all are named.
+# of a step: rows are asked for, and there; gradients are there; a rank that hangs in a pass keeps others waiting in it
 STEP_POINTS = ("load", "batch", "update")
 LINE_BYTES = 1024
 BEATS = "ranks"  # folder of a run's results with a file of each rank
@@ -54,11 +52,7 @@ def parent_is_gone() -> bool:
 
 
 def start_of(pid: int) -> str:
-    """Return when a process started: on Linux in ticks since the machine's start, which no set clock changes.
-
-    Raises:
-        OSError, psutil.Error: there is none of this number.
-    """
+    """Return when a process started: on Linux in ticks since the machine's start, which no set clock changes."""
     if sys.platform != "linux":
         return f"{psutil.Process(pid).create_time()}"
     # field 22 of proc_pid_stat(5); the name, field 2, may have spaces and ends with the last parenthesis
@@ -66,11 +60,7 @@ def start_of(pid: int) -> str:
 
 
 def identity_of(pid: int) -> str:
-    """Return what tells a process from all others that have, or will have, its number: here, elsewhere, and later.
-
-    On Linux that is the machine's start, the namespace of process numbers, and the process's own start. Empty where
-    there is no such process, or the system does not say.
-    """
+    """Return what tells a process from all others that ever have its number, anywhere; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         if sys.platform != "linux":
             return start_of(pid)
@@ -110,13 +100,13 @@ class Place:
         return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
 
     def is_process_here(self) -> bool:
-        """Return whether its process still runs on this machine; another process may have its number by now."""
+        """Return whether its process still runs on this machine."""
         is_known = self.identity != "" and self.host == socket.gethostname()
         return is_known and self.identity == identity_of(self.pid)
 
 
 def place_in(path: Path, rank: int) -> Place | None:
-    """Return where a rank is by its file; None where that is not there yet, or was written by somebody else."""
+    """Return where a rank is by its file; None where that is not there yet, or not whole."""
     with contextlib.suppress(OSError, ValueError, TypeError), path.open("rb") as file:
         place = Place(**json.loads(file.read(LINE_BYTES)))
         if place.rank == rank and all(type(getattr(place, each.name)) is each.type for each in fields(place)):
@@ -128,7 +118,6 @@ class _Beat:
     """What this process says of itself, in a file that is written over in place: a step creates no file."""
 
     def __init__(self, rank: int = 0, path: Path | None = None) -> None:
-        """Say it in the file `path`; without one nobody listens yet."""
         self.place = Place(rank, socket.gethostname(), os.getpid(), identity_of(os.getpid()))
         self.moved_s = time.monotonic()  # when it came there, by a clock that nobody sets
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if path else None
@@ -136,7 +125,6 @@ class _Beat:
         self.say()
 
     def say(self, **changes: object) -> None:
-        """Say that this process is there, and where."""
         with self.lock:
             self.place = replace(self.place, said_at=time.time(), **changes)
             if self.file is not None:
@@ -163,7 +151,7 @@ class Watch:
     """The thread of one rank that says where it is, and looks at the others."""
 
     def __init__(self, folder: Path, rank: Rank, step_timeout_s: float, tell: Callable[[str], None]) -> None:
-        """Start watching the ranks of the results in `folder`; `tell` records a hang before everything ends."""
+        """Watch the ranks of the results in `folder`; `tell` records a hang before everything ends."""
         global _beat
         self.folder, self.rank, self.step_timeout_s, self.tell = folder / BEATS, rank, step_timeout_s, tell
         self.ended = threading.Event()
@@ -215,7 +203,7 @@ class Watch:
                 self._end_all(waited_s, places)
 
     def _places(self) -> list[Place]:
-        """Return where the ranks that speak are, each `said_at` by this rank's clock: what is new, a beat ago."""
+        """Return where the ranks are that speak, each `said_at` by this rank's clock: what is new, a beat ago."""
         found = []
         for number in range(self.rank.world_size):
             if place := place_in(self.folder / f"rank{number}.json", number):

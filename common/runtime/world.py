@@ -16,9 +16,6 @@ class Rank:
     """This process's place in the world.
 
     Attributes:
-        rank: Its number, from 0.
-        world_size: Number of ranks.
-        device: As torch spells it: `cpu`, `cuda:1`.
         launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`.
         further_devices: With model parallelism: the devices that this process works on besides `device`.
         is_process: Whether the process exists for this run alone; a notebook waits for its reader.

@@ -12,25 +12,20 @@ from common.data.rows import IGNORED_LABEL
 from common.models.chunked_loss import takes_chunks
 from common.tasks.objectives import objective_of
 
-Batch = dict[str, Any]
-"""A batch's tensors; of rows that lie end to end the longest row's tokens, too."""
+Batch = dict[str, Any]  # tensors; of rows that lie end to end the longest row's tokens, too
 Model = PreTrainedModel | PeftModel
 
 
 def on_device(batch: Batch, device: str | torch.device) -> Batch:
-    """Return the model's inputs on `device`, without a wait for a GPU: what is not a tensor (or there) stays as it is.
-
-    From pinned memory a copy begins when the GPU comes to it, and the host goes on.
-    """
+    """Return the model's inputs on `device`, without a wait for a GPU: copied from pinned memory."""
     inputs = {name: value for name, value in batch.items() if name != "row"}
     if torch.device(device).type == "cpu":
         return inputs
-    return {name: _sent(value, device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-
-
-def _sent(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-    return pinned.to(device, non_blocking=True)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            pinned = value.pin_memory() if value.device.type == "cpu" else value
+            inputs[name] = pinned.to(device, non_blocking=True)
+    return inputs
 
 
 def takes_logits_to_keep(model: torch.nn.Module) -> bool:
@@ -57,8 +52,7 @@ def tell_of_answers(batch: Batch, model: Model) -> Batch:
 def keep_answer_logits(inputs: Batch) -> Batch:
     """Return the batch, told to compute logits only where some row has an answer token to be predicted.
 
-    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
-    (rows, tokens); position t predicts token t + 1.
+    Other positions have no label. `inputs` holds tensors of shape (rows, tokens); position t predicts token t + 1.
     """
     targets = inputs["labels"][:, 1:]
     positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)

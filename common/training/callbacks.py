@@ -1,4 +1,4 @@
-"""What a run says while it trains: first-step report of every rank, and progress lines of rank 0."""
+"""What a run says while it trains: a report of each rank's first step, and progress lines of rank 0."""
 
 import time
 from dataclasses import dataclass, field
@@ -18,13 +18,9 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 
 @dataclass
 class WorkDone:
-    """What this rank trained on.
+    """What this rank trained on: row numbers, in order, over all epochs, and tokens without padding.
 
-    Attributes:
-        rows: Row numbers, in order, over all epochs.
-        tokens: Non-padding tokens.
-        reporting_s: Seconds of training that went into logging, validation and checkpoints.
-        first_batch: Numbers and tensors of the first mini-batch's rows.
+    `reporting_s`: seconds of training that went into logging, validation and checkpoints.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -38,27 +34,19 @@ class WorkDone:
             self.first_batch = {"row": row_numbers, **inputs}
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
-        self.tokens += _tokens_in(inputs, is_row)
+        if "cu_seq_lens_q" in inputs:  # end to end: real rows alone, or one filler row
+            self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
+        else:
+            mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
+            self.tokens += int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
         if "decoder_input_ids" in inputs:  # summaries are read and written beside the texts
             self.tokens += int((inputs["labels"][is_row] != IGNORED_LABEL).sum())
 
 
-def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
-    """Return the tokens of real rows in a batch; one end to end holds either these alone, or one filler row."""
-    if "cu_seq_lens_q" in inputs:
-        return inputs["input_ids"].numel() if is_row.all() else 0
-    mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then all second ones
-    return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
-
-
 class FirstStepReport(TrainerCallback):
-    """After step 1: the memory of each of this rank's devices, and its mini-batch.
-
-    So that a reader sees that ranks get different rows.
-    """
+    """After step 1: the memory of each of this rank's devices, and its mini-batch, as ranks get different rows."""
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
-        """`work` is what the loop counts into."""
         self.rank, self.work, self.tokenizer = rank, work, tokenizer
 
     @override
@@ -67,10 +55,8 @@ class FirstStepReport(TrainerCallback):
             return
         for device in self.rank.devices:
             memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
-            print(
-                f"memory{where}: now {memory.now_gib:.2f} GiB, peak {memory.peak_gib:.2f} GiB, "
-                f"total {memory.total_gib:.1f} GiB"
-            )
+            peak = f"peak {memory.peak_gib:.2f} GiB, total {memory.total_gib:.1f} GiB"
+            print(f"memory{where}: now {memory.now_gib:.2f} GiB, {peak}")
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
             laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
@@ -82,8 +68,7 @@ class FirstStepReport(TrainerCallback):
         print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 
 
-SAMPLED_PER_WEIGHT = 65_536
-"""Elements of each weight tensor that `UpdateReport` looks at, evenly spread."""
+SAMPLED_PER_WEIGHT = 65_536  # elements of each weight tensor that `UpdateReport` looks at, evenly spread
 
 
 class UpdateReport(TrainerCallback):
@@ -94,8 +79,8 @@ class UpdateReport(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        # step, elements that it changed (on their device: to read them is to wait for it), and those looked at
         self.changed_by_step: list[tuple[int, torch.Tensor, int]] = []
-        """Step, elements that it changed (on their device: to read them is to wait for it), and those looked at."""
         self.before: list[torch.Tensor] = []
 
     @override
@@ -103,10 +88,10 @@ class UpdateReport(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        *_: object,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        **kwargs: object,
+        **__: object,
     ) -> None:
         # warm-up begins at a rate of 0, with which nothing is updated
         if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
@@ -114,7 +99,7 @@ class UpdateReport(TrainerCallback):
 
     @override
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: torch.nn.Module, **__: object
     ) -> None:
         if self.before:
             pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
@@ -145,9 +130,7 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
@@ -159,7 +142,7 @@ class ProgressReport(TrainerCallback):
 
     @override
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, logs: dict[str, float], **__: object
     ) -> None:
         # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)
@@ -167,10 +150,8 @@ class ProgressReport(TrainerCallback):
             return
         elapsed_s = time.perf_counter() - self.start_s
         if self.log_format == "json":
-            validation = {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs}
-            print_figures(
-                {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
-            )
+            figures = {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1)}
+            print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs})
             return
         done = max(1, state.global_step - self.first_step)  # of this start; others may have been before
         left_s = elapsed_s / done * (state.max_steps - state.global_step)

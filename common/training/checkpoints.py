@@ -1,8 +1,6 @@
 """Checkpoints that are there whole or not at all: written aside, flushed, listed with their digests, then renamed.
 
-A checkpoint is a full state, which a training resumes from, or the best weights alone.
-
-A process that dies at any moment leaves the checkpoint before, the new one, or both. What is read again is first
+A checkpoint is a full state, which a training resumes from, or the best weights alone. What is read again is first
 compared with its list: PyTorch, safetensors and DCP all load a file with a wrong byte without an error.
 """
 
@@ -22,27 +20,22 @@ from accelerate.utils import gather_object, wait_for_everyone
 from common.base.errors import BadInputError, RunStoppedError, first_sentence, is_lost_peer
 from common.base.run_config import BAD, LAST
 from common.hardware.devices import GIB
-from common.runtime.disks import places_aside
+from common.runtime.disks import set_aside
 from common.runtime.faults import fault_at
 from common.runtime.watch import reached
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-"""The name of a checkpoint's folder, as Transformers gives it: with the optimizer steps that were taken."""
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # the folder's name, as Transformers gives it: with the steps taken
+# what a checkpoint is of (`about`), its files with bytes and SHA-256, and a digest of the list itself
 MANIFEST_FILE = "manifest.json"
-"""What a checkpoint is of (`about`), its files with bytes and SHA-256, and a digest of the list itself."""
 STATE_FILE = "trainer_state.json"
-PARTIAL = ".partial"
-"""Folder beside the checkpoints: of one that is being written, and of those that are being removed."""
+PARTIAL = ".partial"  # beside the checkpoints: the one that is being written, and those that are being removed
+# of what a checkpoint says: `FULL_STATE` or `WEIGHTS`; and the best step so far, 0 where there is none
 HOLDS, BEST = "holds", "best"
-"""Of what a checkpoint says: `FULL_STATE` or `WEIGHTS`; and the best step so far, 0 where there is none."""
 FULL_STATE, WEIGHTS = "full state", "weights"
 
 
 class DamagedCheckpointError(BadInputError):
     """A checkpoint is not as it was written."""
-
-
-# -- writing
 
 
 class UnfinishedCheckpoint:
@@ -54,11 +47,7 @@ class UnfinishedCheckpoint:
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], commits: bool) -> None:
-        """Make a fresh folder to write into; called on every rank.
-
-        `about` says what run the checkpoint is of, and `commits` whether this rank is the one of its disk that lists
-        and renames.
-        """
+        """Make a fresh folder to write into; on every rank. `commits`: this rank lists and renames on its disk."""
         self.folder, self.about, self.commits = folder, about, commits
         self.step, self.partial = steps_at(folder), folder.parent / PARTIAL / folder.name
         self.digests: dict[str, str] = {}
@@ -71,11 +60,7 @@ class UnfinishedCheckpoint:
 
     @contextmanager
     def being_written(self) -> Iterator[Path]:
-        """Yield the folder to write into.
-
-        Raises:
-            RunStoppedError: it could not be written; what was there before is as it was.
-        """
+        """Yield the folder to write into; a RunStoppedError says why it cannot be written."""
         try:
             yield self.partial
         except BaseException as error:  # DCP's own derives from it
@@ -89,7 +74,7 @@ class UnfinishedCheckpoint:
             ) from error
 
     def write_and_hash(self, write: Callable[[], list[Path]]) -> dict[str, str]:
-        """Call `write`, and return the digests of the files that it says it has written, which are then on the disk."""
+        """Call `write`, and return the digests of the files that it has written, which are then on the disk."""
         digests = {}
         for path in write():
             digests[path.relative_to(self.partial).as_posix()] = digest_of(path)
@@ -101,11 +86,7 @@ class UnfinishedCheckpoint:
         return all(gather_object([self.written is None or self.written.done()]))
 
     def commit(self) -> None:
-        """Wait until all is written, list it, and give it its name; called on every rank.
-
-        Raises:
-            RunStoppedError: it could not be written; what was there before is as it was.
-        """
+        """Wait until all is written, list it, and give it its name; called on every rank."""
         reached("saving", self.step)
         with self.being_written():
             if self.written:
@@ -126,17 +107,14 @@ class UnfinishedCheckpoint:
         if _is_listed(self.folder):  # of the same step, from an earlier start
             remove(self.folder)
         elif self.folder.exists():
-            _set_aside(self.folder)
+            set_aside(self.folder, BAD, _is_listed)
         self.partial.rename(self.folder)
         flush_file(self.folder.parent)
         fault_at("renamed", self.step)
 
 
 def write_manifest(folder: Path, about: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
-    """List the files of a folder, with what they are of; the last file that is written.
-
-    `known`: the digests of files by their names, where they were hashed while they were written.
-    """
+    """List the files of a folder, with what they are of; `known`: digests by name, of files that were hashed before."""
     known = known or {}
     files = {
         name: {"bytes": path.stat().st_size, "sha256": known.get(name) or digest_of(path)}
@@ -157,11 +135,10 @@ def _as_bytes(listed: Mapping[str, Any]) -> bytes:
 
 
 def to_keep(checkpoints: Path, best: int | None) -> set[str]:
-    """Return the names of the checkpoints that are still needed: at most two full states, and best weights.
+    """Return the names of the checkpoints that are still needed: best weights, and up to two full states.
 
-    Those are the weights after step `best`, the newest full state, and the weights that were the best when it was
-    written: a run that resumes from it begins with them. Should it be damaged there is one full state more: one of
-    those weights is, or else it is the one before.
+    The weights that were the best when the newest full state was written are those that a resumed run begins with. The
+    second full state is there in case the newest is damaged.
     """
     states = [folder for folder in found_in(checkpoints) if has_full_state(folder)]
     best_ones = {best, *(read_manifest(newest)["about"].get(BEST) for newest in states[:1])}
@@ -171,7 +148,7 @@ def to_keep(checkpoints: Path, best: int | None) -> set[str]:
 
 
 def has_full_state(folder: Path) -> bool:
-    """Return whether a training can resume from a checkpoint, by its list; from a damaged list none can."""
+    """Return whether a training can resume from a checkpoint, by its list; from a damaged one none can."""
     with suppress(DamagedCheckpointError):
         return holds(folder) == FULL_STATE
     return False
@@ -194,9 +171,6 @@ def remove(folder: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-# -- reading
-
-
 def steps_at(folder: Path) -> int:
     """Return after how many optimizer steps a checkpoint was written, by its folder's name."""
     named = CHECKPOINT.fullmatch(folder.name)
@@ -212,17 +186,13 @@ def found_in(checkpoints: Path) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        DamagedCheckpointError: it is missing, or not as it was written.
-    """
+    """Return the manifest of a checkpoint; a DamagedCheckpointError says that it is missing, or was changed."""
     try:
         content = (folder / MANIFEST_FILE).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(
-            f"{folder} has no {MANIFEST_FILE} that can be read ({first_sentence(error)}), so that it is no whole "
-            "checkpoint: pass a folder checkpoint-<step> that a run of this folder wrote."
+            f"{folder} has no {MANIFEST_FILE} that can be read ({first_sentence(error)}): pass a folder "
+            "checkpoint-<step> that a run of this folder wrote."
         ) from None
     try:
         listed = json.loads(content)
@@ -236,32 +206,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def holds(folder: Path) -> str:
-    """Return what a checkpoint is, by its list: a `FULL_STATE`, as all were once, or `WEIGHTS` alone.
-
-    Raises:
-        DamagedCheckpointError: see `read_manifest`.
-    """
+    """Return what a checkpoint is, by its list (`read_manifest`): a `FULL_STATE`, as all were once, or `WEIGHTS`."""
     return read_manifest(folder)["about"].get(HOLDS, FULL_STATE)
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint, and return what it is of (`about`).
-
-    Raises:
-        DamagedCheckpointError: a file is missing, new, of another size, or has other bytes than were written.
-    """
+    """Read every byte of a checkpoint, and return what it is of (`about`), or raise a DamagedCheckpointError."""
     listed = read_manifest(folder)
     files = listed["files"]
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     for name in sorted(there - {MANIFEST_FILE, *files}):
         raise _damaged(folder, f"{name} was put beside its files")
     for name, file in files.items():
-        path = folder / name
         if name not in there:
             raise _damaged(folder, f"{name} is missing")
-        if path.stat().st_size != file["bytes"]:
-            raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {file['bytes']:,} bytes")
-        if digest_of(path) != file["sha256"]:
+        if digest_of(folder / name) != file["sha256"]:
             raise _damaged(folder, f"{name} has other bytes than were written")
     return listed["about"]
 
@@ -274,18 +233,12 @@ def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
 
 
 def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
-    """Verify a checkpoint on one rank for all; every rank returns or raises the same.
-
-    Raises:
-        DamagedCheckpointError: see `verify`.
-    """
-    found: list[dict[str, Any] | DamagedCheckpointError] = []
+    """Verify a checkpoint on one rank for all; every rank returns or raises the same as `verify`."""
     reached("verifying", steps_at(folder))
-    if is_main:
-        try:
-            found = [verify(folder)]
-        except DamagedCheckpointError as damage:
-            found = [damage]
+    try:
+        found = [verify(folder)] if is_main else []
+    except DamagedCheckpointError as damage:
+        found = [damage]
     (about,) = gather_object(found)
     if isinstance(about, DamagedCheckpointError):
         raise about
@@ -301,26 +254,19 @@ def newest_whole(checkpoints: Path) -> Path | None:
             verify(folder)
         except DamagedCheckpointError as damage:
             print(f"WARNING: {damage}")
-            print(f"It is kept as {_set_aside(folder).name}; the one before is tried.")
+            print(f"It is kept as {set_aside(folder, BAD, _is_listed).name}; the one before is tried.")
         else:
             return folder
     return None
 
 
 def _is_listed(folder: Path) -> bool:
-    """Return whether a checkpoint was written here: others of such a name are the user's."""
+    """Return whether a checkpoint was written by a run: others of such a name are the user's."""
     return (folder / MANIFEST_FILE).is_file()
 
 
-def _set_aside(folder: Path) -> Path:
-    """Rename a checkpoint that is not as it was written, and return it; only another such one makes way for it."""
-    aside = next(place for place in places_aside(folder, BAD) if _is_listed(place) or not place.exists())
-    shutil.rmtree(aside, ignore_errors=True)
-    return folder.rename(aside)
-
-
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 

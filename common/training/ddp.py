@@ -12,8 +12,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.training.answer_logits import Model
 
-ONE_BUCKET_MB = 1000
-"""More than what trains on CPUs here has of gradients."""
+ONE_BUCKET_MB = 1000  # more than what trains on CPUs here has of gradients
 
 
 def data_parallel(model: torch.nn.Module, rank: Rank) -> torch.nn.Module:
@@ -30,11 +29,7 @@ def data_parallel(model: torch.nn.Module, rank: Rank) -> torch.nn.Module:
 
 
 def load_replica(run: RunConfig, rank: Rank) -> Model:
-    """Return the base with adapters, or with the weights that the run trains switched on, whole on this rank's device.
-
-    Raises:
-        BadInputError: the model lacks layers to train.
-    """
+    """Return the base with adapters, or with the trained weights switched on, whole on this rank's device."""
     return with_trained_weights(load_base_model(run, whole_model_on(rank.device)), run)
 
 

@@ -11,22 +11,17 @@ def zero_stage(run: RunConfig) -> int:
 
 
 def deepspeed_config(run: RunConfig, hidden_size: int = 0) -> dict[str, Any]:
-    """Return DeepSpeed's settings for a model; without its `hidden_size` what follows from that is `auto`.
+    """Return DeepSpeed's settings for a model of this `hidden_size`; for 0 what follows from it is `auto`.
 
     A file for Accelerate has `auto`, for which Transformers takes the same sizes (its integrations/deepspeed.py).
-
-    `zero_allow_untested_optimizer`: the optimizer is PyTorch's own, of which ZeRO divides the states.
-    `use_multi_rank_bucket_allreduce` off: each gradient is summed on the rank that needs it; else all ranks get all
-    gradients, half as much traffic again.
     """
-    stage, on_host = zero_stage(run), {"device": "cpu", "pin_memory": True}
-    largest = hidden_size**2
+    stage, on_host, largest = zero_stage(run), {"device": "cpu", "pin_memory": True}, hidden_size**2
     zero: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": run.device == "cuda",
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        "use_multi_rank_bucket_allreduce": False,
+        "use_multi_rank_bucket_allreduce": False,  # else all ranks get all gradients: half as much traffic again
         "reduce_bucket_size": largest or "auto",
     }
     if stage == 3:
@@ -45,7 +40,7 @@ def deepspeed_config(run: RunConfig, hidden_size: int = 0) -> dict[str, Any]:
         "gradient_clipping": run.max_grad_norm,
         "bf16": {"enabled": run.compute_dtype == "bf16"},
         "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True,  # PyTorch's own, of which ZeRO divides the states
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1_000_000_000,
     }

@@ -38,15 +38,11 @@ def save(
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
     The results folder gets `model`, or `adapter` and where there is room `merged`, on each disk and with the tokenizer.
-    The trained model is freed on the way, so that a device holds no more than two models at a time. Called on
-    every rank.
+    The trained model is freed on the way, so that a device holds at most two models. Called on every rank.
 
     Returns:
         What was saved, loaded to answer by `device_map` or as `load_answering` does, and the largest absolute
         differences of logits from the trained one's. Without a merged model it is the base with the adapter's layers.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
     """
     with log.phase("save and reload"):
         run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)

@@ -1,7 +1,6 @@
 """FSDP2: a model whose weights are divided among the ranks, and what proves that they are.
 
-PyTorch's `fully_shard` is called here directly, whatever starts the ranks: Accelerate's FSDP plugin runs plain DDP on a
-CPU, and says nothing.
+PyTorch's `fully_shard` is called directly: Accelerate's FSDP plugin runs plain DDP on a CPU, and says nothing.
 """
 
 from collections import Counter
@@ -27,10 +26,9 @@ from common.training.usage import Held, check_part, part_bytes
 
 
 class Shards(Part):
-    """A shard of each weight; the others' are gathered layer by layer."""
+    """A shard of each weight (`shard`); the others' are gathered layer by layer."""
 
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
-        """Check that `module`, which comes from `shard`, is divided, and say how."""
         check_fully_sharded(module, run.shard_ranks)
         if rank.is_main:
             print(describe_wrapping(module))
@@ -38,16 +36,10 @@ class Shards(Part):
         super().__init__(module, run, rank)
 
     @classmethod
+    @override
     def check(cls, run: RunConfig) -> None:
-        """Check that the model has layers to gather one at a time.
-
-        Raises:
-            BadInputError: it has none.
-        """
         if not layers_of(model_without_weights(run)):
-            raise BadInputError(
-                f"FSDP gathers a model layer by layer, but {run.model} has no layers: pass another --model."
-            )
+            raise BadInputError(f"FSDP gathers a model by layers, but {run.model} has none: pass another --model.")
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -65,22 +57,14 @@ class Shards(Part):
 
 
 def load_parts(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
-    """Return the model to train, of which each rank has loaded its part of every weight alone; called on every rank.
-
-    Raises:
-        BadInputError: the model lacks layers to train.
-    """
+    """Return the model to train, of which each rank loads its part of every weight alone; called on every rank."""
     return with_trained_weights(load_rows(run, rank, mesh), run)
 
 
-# -- dividing
-
-
 def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
-    """Return the format that weights are gathered and computed in, and the one that gradients are added up in.
+    """Return the formats that weights are gathered and computed in, and that gradients are added up in.
 
-    With mixed precision the shards stay fp32: weights are rounded when they are gathered, so that no autocast is
-    needed, and gradients are summed in fp32.
+    With mixed precision shards stay fp32: weights are rounded when they are gathered, so that no autocast is needed.
     """
     if run.precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -93,15 +77,10 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     While a layer computes, the next one is gathered; in the backward pass the one before. What ranks hold parts of
     already (`load_parts`) stays where it is.
     """
-    about = {
-        "mesh": mesh,
-        "mp_policy": mixed_precision(run),
-        "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
-    }
-    loaded = _set_aside(model)
-    layers = layers_of(model)
+    loaded, layers = _set_aside(model), layers_of(model)
+    offload = CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy()
     for module in [*reversed(layers), model]:  # a layer inside another one comes before it
-        fully_shard(module, **about)
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision(run), offload_policy=offload)
     _put_back(loaded)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
@@ -124,7 +103,7 @@ def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
 
 
 def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
-    """Put loaded parts in the places of those on `meta`, which `fully_shard` has made of whole weights there."""
+    """Put loaded parts in the places of those that `fully_shard` has made of whole weights on `meta`."""
     parts: dict[int, torch.nn.Parameter] = {}
     for module, name, loaded in places:
         of_meta = getattr(module, name)
@@ -135,11 +114,7 @@ def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
 
 
 def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
-    """Refuse a model that only looks sharded.
-
-    Raises:
-        RuntimeError: a weight is whole on this rank, or this rank has more than its part.
-    """
+    """Refuse a model with a weight that is whole on this rank, or of which this rank has more than its part."""
     weights = dict(model.named_parameters())
     whole = [name for name, weight in weights.items() if not isinstance(weight, DTensor)]
     if whole:
@@ -152,13 +127,11 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
 
 
 def describe_wrapping(model: Model) -> str:
-    """Return one line: which modules of a divided model are gathered by themselves, and what the root keeps."""
+    """Return which modules of a divided model are gathered by themselves, and what the root keeps."""
     sizes = {layer: sum(map(global_numel, layer.parameters())) for layer in layers_of(model)}
     counts = Counter(type(layer).__name__.removeprefix("FSDP") for layer in sizes)
     names = ", ".join(f"{count} x {name}" for name, count in counts.items())
     in_layers = {id(weight) for layer in sizes for weight in layer.parameters()}
     rest = sum(global_numel(weight) for weight in model.parameters() if id(weight) not in in_layers)
-    return (
-        f"gathered one at a time: {names} (up to {max(sizes.values()):,} weights); together in the root: {rest:,} "
-        "weights"
-    )
+    largest = max(sizes.values())
+    return f"gathered one at a time: {names} (up to {largest:,} weights); together in the root: {rest:,} weights"

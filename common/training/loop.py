@@ -1,7 +1,5 @@
 """The loop over optimizer steps: it hands out their batches, and does what comes with each step.
 
-What is computed in a step stands in the workflow that trains:
-
     loop = TrainingLoop(model, tokenizer, data, log)
     for step in loop.steps():
         for batch, is_last in step:
@@ -68,13 +66,7 @@ from common.training.saver import Saver
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step.
-
-    Attributes:
-        batches: This rank's, one for each accumulation step, as they are needed.
-        batch_count: How many there are.
-        label_count: Labels of all ranks' batches: what the losses are divided by.
-    """
+    """One optimizer step: this rank's batches, as they are needed, and the labels of all ranks' batches together."""
 
     batches: Iterator[Batch]
     batch_count: int
@@ -89,17 +81,12 @@ class Step:
 class TrainingLoop:
     """Rows, loss, optimizer, schedule, reports, validation and checkpoints of a training; `steps()` hands out the work.
 
-    Callbacks of Transformers hear of each optimizer step, log, validation and checkpoint.
-
     Attributes:
         part: What this rank holds of the model.
         model: What is trained, without what stands around it in training.
         args, state, control: What callbacks are told, as by Transformers' Trainer.
-        batches: Draws the rows of each step.
-        work: What this rank has trained on.
         loss_sum: Sum of the losses since the last log, as far as this rank knows it.
-        grad_norm, learning_rate: Of the last step: of its gradients, before they were clipped.
-        skipped_steps: Steps whose fp16 gradients overflowed: they were not taken, and losses are scaled less since.
+        skipped_steps: Steps that were not taken, as their fp16 gradients overflowed.
     """
 
     def __init__(
@@ -111,15 +98,9 @@ class TrainingLoop:
         optimizer: torch.optim.Optimizer | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """Prepare to train `module`: a model, or what a parallelism has made of it; called on every rank.
+        """Prepare to train `module`: a model, DDP, FSDP, DeepSpeed's engine, or a `Pipeline`; called on every rank.
 
-        Args:
-            module: A model, or DDP, FSDP, DeepSpeed's engine, or a pipeline's stage with its schedule.
-            tokenizer: The model's.
-            data: Rows, or their tokens.
-            log: Of the run.
-            optimizer: Where the parallelism had to have it before; else the run's is made here.
-            plan: Where layers were placed by one; else the run is planned now.
+        `data` are rows, or their tokens. Without an `optimizer` the run's is made, without a `plan` the run is planned.
         """
         self.log, self.run, self.rank, self.tokenizer = log, log.run, log.rank, tokenizer
         run = log.run
@@ -151,7 +132,6 @@ class TrainingLoop:
         self._tell("on_init_end")
 
     def _tell_of_rows(self, learnt: Splits, plan: Plan | None) -> None:
-        """Say how many rows there are, and what training them was planned to take."""
         log, run = self.log, self.run
         log.data = summary_of(learnt.train, learnt.validation, run)
         if not log.keeps:
@@ -193,13 +173,11 @@ class TrainingLoop:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
 
-    # -- the loop
-
     def steps(self) -> Iterator[Step]:
         """Yield each optimizer step with this rank's batches, the first after the checkpoint where the run resumes.
 
-        Who asks for them back-propagates the losses of a step's batches, and calls `update`, before the next one; then
-        schedule, log, validation and checkpoint follow. At the end the model has the weights of the best checkpoint.
+        The caller back-propagates the losses of its batches and calls `update`; before the next one come schedule, log,
+        validation and checkpoint. At the end the model has the weights of the best checkpoint.
         """
         start_s = time.perf_counter()
         if self.saver:
@@ -223,11 +201,9 @@ class TrainingLoop:
         self._tell("on_train_end")
 
     def _steps_of(self, rows_of_steps: list[list[int]]) -> Iterator[Step]:
-        """Yield the steps of an epoch, or of what is left of it, until training is to stop."""
         own = [self.own_batches(rows) for rows in rows_of_steps]
-        loaded = map(
-            self._counted, self._loader(self.train_rows, [each for batches in own for each in batches], self.batch_of)
-        )
+        loader = self._loader(self.train_rows, [each for batches in own for each in batches], self.batch_of)
+        loaded = map(self._counted, loader)
         for rows, batches in zip(rows_of_steps, own, strict=True):
             self._tell("on_step_begin")
             label_count = sum(self.objective.labels_in(self.train_rows[row]) for row in rows)
@@ -243,14 +219,8 @@ class TrainingLoop:
     def _loader(
         self, rows: Sequence[Tokens] | TrainingRows, batches: list[list[int]], collate: Callable[[list[Tokens]], Batch]
     ) -> DataLoader:
-        """Return a loader of these batches of rows, which draws no random number of training's."""
-        return DataLoader(
-            rows,
-            batch_sampler=batches,
-            collate_fn=collate,
-            num_workers=self.args.dataloader_num_workers,
-            generator=torch.Generator(),
-        )
+        workers, own_numbers = self.args.dataloader_num_workers, torch.Generator()
+        return DataLoader(rows, batch_sampler=batches, collate_fn=collate, num_workers=workers, generator=own_numbers)
 
     def _counted(self, batch: Batch) -> Batch:
         self.reach("batch")
@@ -278,11 +248,7 @@ class TrainingLoop:
         self.loss_sum += loss.detach()
 
     def update(self) -> None:
-        """Clip the gradients, take the optimizer's step by them, and forget them.
-
-        Raises:
-            RunStoppedError: the gradients are not finite, and would spoil every weight.
-        """
+        """Clip the gradients, take the optimizer's step, and forget them; a RunStoppedError if they are not finite."""
         self.scaler.unscale_(self.optimizer)
         self.grad_norm = self.part.clip_gradients(self.args.max_grad_norm)
         self._check_finite(self.grad_norm)
@@ -295,8 +261,7 @@ class TrainingLoop:
         self.part.forget_gradients()
 
     def _check_finite(self, norm: torch.Tensor) -> None:
-        """Refuse gradients that are not finite; with fp16 they may be, and the loss is scaled less from then on."""
-        if not self.args.fp16 and not math.isfinite(norm):
+        if not self.args.fp16 and not math.isfinite(norm):  # with fp16 the loss is scaled less from then on
             step = self.state.global_step
             raise RunStoppedError(
                 f"The gradients of step {step + 1} are not finite (norm {float(norm)}), and would spoil every weight: "
@@ -351,7 +316,7 @@ class TrainingLoop:
         return self.objective.metrics(self.part.sum_over_ranks(torch.stack(sums).sum(0)))
 
     def validation_batches(self) -> Iterable[Batch]:
-        """Return this rank's share of the validation rows, batch by batch; every rank has as many batches."""
+        """Yield this rank's share of the validation rows in batches, as many as other ranks."""
         rows, ranks = self.validation_rows, self.batches.world_size
         size, numbers = self.args.per_device_eval_batch_size * ranks, range(len(rows))
         shares = [list(numbers[start : start + size][self.batches.rank :: ranks]) for start in numbers[::size]]
@@ -393,7 +358,6 @@ class TrainingLoop:
             print(f"resumes after step {self.state.global_step}, from {self.saver.resumes_from.name}")
 
     def _tell(self, event: str, **about: object) -> None:
-        """Tell all callbacks of an event, which may change what is to follow."""
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **about)
 
     def _log(self, figures: dict[str, float]) -> None:
@@ -415,12 +379,7 @@ class TrainingLoop:
 
 
 def plan_training(log: RunRecorder, batch: BatchShape, evaluation: EvaluationShape) -> Plan | None:
-    """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it.
-
-    `evaluation`: what the phases beside training work on.
-
-    A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
-    """
+    """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it, or why there is none."""
     batch = batch.padded_to(log.run.pad_to_multiple_of)
     try:
         plan = plan_run(log.run, batch, log.gpu(), evaluation)

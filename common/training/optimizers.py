@@ -14,6 +14,11 @@ from common.base.run_config import RunConfig, names_in
 from common.runtime.world import BACKENDS
 from common.tasks.objectives import objective_of
 
+SHARED = (  # settings that a run and Transformers have under one name
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "max_grad_norm",
+    "gradient_checkpointing", "eval_steps", "save_steps", "dataloader_num_workers", "seed", "optim",
+    "lr_scheduler_type", "warmup_steps", "weight_decay",
+)  # fmt: skip
 NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
@@ -38,47 +43,29 @@ def training_arguments(
 ) -> TrainingArguments:
     """Return Transformers' settings of a training, which callbacks and trackers read, from the run's.
 
-    Args:
-        run: As it trains.
-        output_folder: Where checkpoints go.
-        keeps: Whether the training reports, validates and saves.
-        kind: Of arguments.
-        more: Settings beside the run's.
+    `keeps`: whether the training reports, validates and saves, in `output_folder`. `more`: settings beside the run's.
     """
     every, trackers = "steps" if keeps else "no", names_in(run.report_to if keeps else "none")
     return kind(
         output_dir=str(output_folder),
-        per_device_train_batch_size=run.per_device_train_batch_size,
         per_device_eval_batch_size=run.rows_evaluated_at_once,
-        gradient_accumulation_steps=run.gradient_accumulation_steps,
-        num_train_epochs=run.num_train_epochs,
-        max_steps=run.max_steps,
-        max_grad_norm=run.max_grad_norm,
-        gradient_checkpointing=run.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
         bf16=run.precision.startswith("bf16"),
         fp16=run.precision == "fp16-mixed",
         use_cpu=run.device == "cpu",
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         eval_strategy=every,
-        eval_steps=run.eval_steps,
         logging_strategy=every,
         logging_steps=run.eval_steps,
         save_strategy="best" if keeps else "no",  # and where `SaveSchedule` asks for it
-        save_steps=run.save_steps,
         load_best_model_at_end=keeps,
         metric_for_best_model=objective_of(run).best_metric,
         greater_is_better=objective_of(run).higher_is_better,
         remove_unused_columns=False,
-        dataloader_num_workers=run.dataloader_num_workers,
         report_to=trackers[0] if len(trackers) == 1 else list(trackers),
         disable_tqdm=True,
-        seed=run.seed,
-        optim=run.optim,
         learning_rate=run.peak_learning_rate,
-        lr_scheduler_type=run.lr_scheduler_type,
-        warmup_steps=run.warmup_steps,
-        weight_decay=run.weight_decay,
+        **{name: getattr(run, name) for name in SHARED},
         **more,
     )
 

@@ -1,12 +1,7 @@
-"""What a rank holds of the model that is trained: all of it, or its part.
-
-A parallelism names its kind of part in `common.base.specs.PARALLELISMS`. How a step goes stands in the workflows; a
-part knows what is left: gradients clipped by the whole model's norm, validation, checkpoints, and one model at the end.
-"""
+"""What a rank holds of the model that is trained: all of it, or its part (by parallelism: `PARALLELISMS`)."""
 
 import math
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,16 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
@@ -44,24 +33,14 @@ from common.models.shards import byte_count, full_weights, global_numel, local_p
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.answer_logits import (
-    Batch,
-    loss_is_chunked,
-    on_device,
-    takes_logits_to_keep,
-    tell_of_answers,
-)
+from common.training.answer_logits import Batch, loss_is_chunked, on_device, takes_logits_to_keep, tell_of_answers
 from common.training.safe_loading import SafeReader
-from common.training.usage import Held, SentBytes, optimizer_bytes
+from common.training.usage import Held, SentBytes, state_tensors
 
-SHARDS = "shards"
-"""Folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them."""
+SHARDS = "shards"  # folder of a checkpoint with weights and optimizer, as torch.distributed.checkpoint writes them
 # of what every rank has whole, one writes all
 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-WHAT_IS_TRAINED = StateDictOptions(strict=False)
-"""What is frozen is not in a checkpoint."""
-
-
+WHAT_IS_TRAINED = dcp_states.StateDictOptions(strict=False)  # what is frozen is not in a checkpoint
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -70,10 +49,8 @@ class Part:
 
     Attributes:
         module: What is called in training: the model, or what stands around it.
-        model: What is trained.
         called: What is called beside training: the model without DDP, whose hooks wait for other ranks.
         is_whole: Whether every rank has all, so that one of each disk writes a checkpoint. Else each writes its part.
-        usage: Measures what a rank holds and sends, where that is compared with one device's.
         optimizer_name: Of its states in a checkpoint; stages of a pipeline have one each.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
     """
@@ -83,11 +60,9 @@ class Part:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, module: torch.nn.Module, run: RunConfig, rank: Rank) -> None:
-        """Train `module`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.is_whole = not (run.parallelism.divides_tensors or run.parallelism.pipelines)
-        self.module = module
-        self.model = getattr(module, "module", module)
+        self.module, self.model = module, getattr(module, "module", module)
         self.called = self.model
         self._buckets: list[torch.Tensor] = []
         self.usage = UsageReport(self) if rank.world_size > 1 and _compares_shares(run) else None
@@ -111,13 +86,7 @@ class Part:
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check what this kind of part needs, before anything is loaded.
-
-        Raises:
-            BadInputError: what is missing or does not fit, and what would.
-        """
-
-    # -- a step
+        """Check, before anything is loaded, what this kind of part needs; a BadInputError says what is missing."""
 
     def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
         """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
@@ -131,11 +100,11 @@ class Part:
             return self.objective.loss(self.module(**inputs), labels, label_count)
 
     def back_propagate(self, batch: Batch, label_count: int) -> None:
-        """Compute the gradients of a batch in a step that is none of training's, to count its memory."""
+        """Compute a batch's gradients outside of training, to count the memory."""
         self.loss(batch, label_count).backward()
 
     def autocast(self) -> torch.autocast:
-        """Return a context in which matrix products are in 16 bits, where the run asks for it."""
+        """Return a context in which matrix products are in 16 bits, if the run asks for it."""
         dtype = torch.float16 if self.run.precision == "fp16-mixed" else torch.bfloat16
         enabled = self.autocasts and self.run.precision != "fp32"
         return torch.autocast(torch.device(self.rank.device).type, dtype, enabled=enabled)
@@ -158,21 +127,13 @@ class Part:
         self.optimizer.zero_grad()
 
     def kept_buffers(self) -> list[torch.Tensor]:
-        """Return what this rank keeps between steps beside weights and optimizer states, such as DDP's buckets.
-
-        Called after a backward pass, before its gradients, which are views of the buckets, are forgotten.
-        """
+        """Return what is kept between steps beside weights and optimizer states: DDP's buckets, seen by gradients."""
         if isinstance(self.module, DistributedDataParallel):
             self._buckets = self.gradients() or self._buckets
         return self._buckets
 
-    # -- rows
-
     def inputs_for_loss(self, batch: Batch) -> Batch:
-        """Return a collated batch, told where to compute logits if the model can be told.
-
-        It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
-        """
+        """Return a collated batch, still on the CPU, told where to compute logits if the model can be told."""
         if self.objective.pair_loss:
             return batch
         if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
@@ -183,22 +144,16 @@ class Part:
         return batch
 
     def fill(self, rows: list[Tokens]) -> list[Tokens]:
-        """Return the rows of a batch with those that it must be filled up with."""
+        """Return the rows of a batch, filled up to as many as it must have."""
         return rows
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Return, of what each rank did, that of the ranks with rows of their own.
-
-        Raises:
-            RuntimeError: ranks that were to work on the same rows did not.
-        """
+        """Return, of what each rank did, that of the ranks with rows of their own; others must have done the same."""
         if self.run.parallelism.splits_rows:
             return of_ranks
         if any(other != of_ranks[0] for other in of_ranks):
             raise RuntimeError(f"With {self.run.parallelism.label} all ranks work on the same rows, but they did not.")
         return of_ranks[:1]
-
-    # -- validation
 
     @torch.no_grad()
     def sums(self, batch: Batch) -> torch.Tensor:
@@ -210,11 +165,7 @@ class Part:
         return results.sum(0)
 
     def results(self, batch: Batch) -> torch.Tensor:
-        """Return what each row counts for (`Objective.results`), shape (rows, k), with dropout off.
-
-        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
-        vocabulary is large.
-        """
+        """Return what each row counts for (`Objective.results`), shape (rows, k), with logits of answers alone."""
         if self.objective.pair_results:
             return self.objective.pair_results(self.run, self.model, self.model, batch)
         if self.takes_chunks:
@@ -236,29 +187,21 @@ class Part:
         return total
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Return the logits of a batch, fp32, shape (rows, tokens, vocabulary), with dropout off.
-
-        Called on every rank; None where this rank does not know them.
-        """
+        """Return a batch's logits, fp32, shape (rows, tokens, vocabulary); None on ranks that do not know them."""
         return next_token_logits(self.called, batch)
 
-    # -- checkpoints
-
     def state(self, is_full: bool) -> dict[str, Any]:
-        """Return this rank's part of the trained weights, and of a full state also of the optimizer.
-
-        What is frozen does not change, and is not in a checkpoint.
-        """
+        """Return this rank's part of the trained weights, and of a full state also of the optimizer."""
         trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
-        weights = get_model_state_dict(self.model).items()
+        weights = dcp_states.get_model_state_dict(self.model).items()
         parts = {"model": {name: weight for name, weight in weights if name in trained}}
         if is_full:
             # not flattened: bitsandbytes' states are then not found again
-            parts[self.optimizer_name] = get_optimizer_state_dict(self.model, self.optimizer)
+            parts[self.optimizer_name] = dcp_states.get_optimizer_state_dict(self.model, self.optimizer)
         return parts
 
     def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
-        """Write what `state` returned, and return this rank's files; nothing is gathered. Called on every rank."""
+        """Write what `state` returned, and return this rank's files; called on every rank."""
         # to copy ahead of the writing it would ask for a stream of the thread's GPU, which is the first on every rank
         writer = dcp.FileSystemWriter(folder / SHARDS, sync_files=False, per_thread_copy_ahead=0)
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=self.is_whole)
@@ -268,12 +211,10 @@ class Part:
         """Take back weights, and optimizer, also from a checkpoint of another number of ranks."""
         parts = self.state(is_full)
         dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), no_dist=self.is_whole)
-        set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
+        dcp_states.set_model_state_dict(self.model, parts["model"], options=WHAT_IS_TRAINED)
         if is_full:
             states = parts[self.optimizer_name]
-            set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
-
-    # -- one model of all parts
+            dcp_states.set_optimizer_state_dict(self.model, self.optimizer, states, options=WHAT_IS_TRAINED)
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
@@ -293,8 +234,6 @@ class Part:
         """Free what is held beside model and optimizer, such as DDP's buckets, which are as large as all gradients."""
         self.module, self._buckets = self.model, []
 
-    # -- for the record
-
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of the whole model are trained, and how many multiply."""
         return parameter_counts(self.model)
@@ -302,20 +241,16 @@ class Part:
     def held(self) -> Held:
         """Return the bytes on this rank, between the backward pass and the optimizer's step."""
         weights = byte_count(map(local_part, self.model.parameters()))
-        return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
+        return Held(weights, byte_count(self.gradients()), byte_count(state_tensors(self.optimizer)))
 
     def held_by_one_device(self) -> Held:
-        """Return what one device would hold, with Adam's two states."""
+        """Return what one device would hold, with two states of each trained weight, as Adam has."""
         sizes = [(global_numel(each) * each.element_size(), each.requires_grad) for each in self.model.parameters()]
         of_trained = sum(size for size, is_trained in sizes if is_trained)
         return Held(sum(size for size, _ in sizes), of_trained, 2 * of_trained)
 
     def check_shard_memory(self, held: Held) -> None:
-        """Check that what this rank holds is divided as it was asked for.
-
-        Raises:
-            RuntimeError: with both sizes.
-        """
+        """Check that what this rank holds is divided as it was asked for; a RuntimeError says both sizes."""
 
     def for_record(self) -> dict[str, object]:
         """Return what was measured in training; called on every rank."""
@@ -324,8 +259,8 @@ class Part:
 
 def clip_divided(
     gradients: list[torch.Tensor],
-    divided: Iterable[torch.Tensor],
-    whole: Iterable[torch.Tensor],
+    divided: list[torch.Tensor],
+    whole: list[torch.Tensor],
     max_norm: float,
     device: str | torch.device,
     group: dist.ProcessGroup | None = None,
@@ -335,10 +270,9 @@ def clip_divided(
     This rank's `gradients` are scaled down to `max_norm`; 0 = they stay. Called on every rank of `group`.
     """
     # on this rank's own device: offloaded gradients, or none, are on the host, where NCCL sums nothing
-    squares = get_total_norm(list(divided)).to(device).float() ** 2
+    squares = get_total_norm(divided).to(device).float() ** 2
     dist.all_reduce(squares, group=group)
-    counted_once = list(whole)
-    norm = (squares + get_total_norm(counted_once) ** 2 if counted_once else squares).sqrt()
+    norm = (squares + get_total_norm(whole) ** 2 if whole else squares).sqrt()
     if max_norm and gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
@@ -346,7 +280,7 @@ def clip_divided(
 
 
 def _compares_shares(run: RunConfig) -> bool:
-    """Return whether what ranks hold and send is looked at: where they divide a model, or do so beside it (2.6)."""
+    # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
     literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
     sharing = run.parallelism
     return sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
@@ -357,41 +291,31 @@ def part_class(run: RunConfig) -> type[Part]:
     return resolve_name(run.parallelism.part)
 
 
-# -- what a rank holds and sends
-
-MEASURED_STEP = 2
-"""In the first step engines do what they do once, and the optimizer has no states yet."""
+MEASURED_STEP = 2  # in the first one engines do what they do once, and the optimizer has no states yet
 
 
 class UsageReport(TrainerCallback):
     """Measures what this rank holds and sends in the second step of a run."""
 
     def __init__(self, part: Part) -> None:
-        """Measure what `part` holds and sends."""
         self.part, self.sent, self.step = part, SentBytes(), 0
         self.held: Held | None = None
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self.step += 1
         if self.step == MEASURED_STEP:
             self.sent.__enter__()
 
     @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.held = self.part.held()
             self.part.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.sent.__exit__(None, None, None)
 

@@ -1,7 +1,6 @@
 """Pipeline parallel: each rank holds one stage of the model, and works on one micro-batch while others work on theirs.
 
-PyTorch's schedules (`torch.distributed.pipelining`) order the passes of stages (`common.models.stages`) and send hidden
-states and gradients; this module weighs the loss, and times every pass.
+PyTorch's schedules order the passes, and send hidden states and gradients; this module weighs the loss, and times.
 """
 
 import itertools
@@ -28,15 +27,11 @@ from common.models.loading import weight_dtype
 from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
-from common.training.answer_logits import loss_is_chunked, on_device
+from common.training.answer_logits import Batch, loss_is_chunked, on_device
 
 
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
-    """Return this rank's layers with the trained weights switched on; with LoRA, adapters beside frozen ones.
-
-    Raises:
-        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
-    """
+    """Return this rank's layers with the trained weights switched on, or with adapters; each stage must have some."""
     stage = load_stage(run, stage_map, rank.rank, rank.device)
     if run.method.has_adapters:
         return add_lora_to_stage(stage, run, stage_map, rank.rank)
@@ -45,30 +40,17 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
 
 
 def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -> torch.dtype:
-    """Return the dtype of hidden states of a model that was `loaded` in one, in which its adapters need not be.
-
-    Under autocast layer norms, which end an encoder's layers, give fp32.
-    """
+    """Return the dtype of hidden states; under autocast layer norms, which end an encoder's layers, give fp32."""
     ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
     return torch.float32 if autocasts and ends_with_layer_norm else loaded
 
 
-# -- passes
-
-Mark = Any
-"""A moment: seconds on CPU, an event of the GPU's stream there, which is read when the work is done."""
-
-
-TIMED_STEPS = 100
-"""Whose passes are kept: a long training has millions."""
+Mark = Any  # a moment: seconds on CPU, on a GPU an event of its stream, which is read when the work is done
+TIMED_STEPS = 100  # whose passes are kept: a long training has millions
 
 
 class PassClock:
-    """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream.
-
-    Attributes:
-        steps: The latest ones, each with its start, its end and its passes.
-    """
+    """Times the passes of this rank's stage, on a GPU by events; `steps`: start, end and passes of the latest ones."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -98,15 +80,12 @@ class PassClock:
         self.passes = []  # what follows, say validation, is of no training step
 
     def busy_and_total_s(self) -> tuple[float, float]:
-        """Return the seconds in which this stage computed, and those of the steps, over the latest steps."""
+        """Return the seconds in which this stage computed, and all seconds of the latest steps."""
         passes_s = [self._seconds(start, end) for *_, passes in self.steps for _, start, end in passes]
         return sum(passes_s), sum(self._seconds(start, end) for start, end, _ in self.steps)
 
     def last_passes(self) -> list[tuple[str, int, float, float]]:
-        """Return the passes of the last step: kind, micro-batch, start and end, in seconds since its step began.
-
-        The kind is `forward`, `loss` or `backward`; of each kind micro-batches come in their order.
-        """
+        """Return of each pass of the last step: forward, loss or backward; micro-batch; start and end (s)."""
         begin, _, passes = self.steps[-1]
         micro_batches = defaultdict(itertools.count)
         return [
@@ -138,11 +117,8 @@ class TimedStage(PipelineStage):
             super()._validate_fwd_outputs(outputs)
 
 
-# -- schedules
-
-
 class Pipeline(torch.nn.Module):
-    """This rank's stage as a schedule calls it, and its latest schedule.
+    """This rank's stage (`trained_stage`) as a schedule calls it, and its latest schedule.
 
     The schedule's buffers have the shape of a batch's hidden states. A batch of another shape gets a new one, on all
     ranks alike, which costs a handshake of 1 to 4 ms (two ranks with gloo): of each shape one would take memory.
@@ -154,7 +130,6 @@ class Pipeline(torch.nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
-        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
         super().__init__()
         self.model, self.rank = model, rank
         self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -171,15 +146,10 @@ class Pipeline(torch.nn.Module):
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
         self.schedule: PipelineScheduleSingle | None = None
-        self.made_for: tuple[object, ...] = ()
-
-    # -- one stage
+        self.made_for: tuple[object, ...] = ()  # shape of a batch (rows, tokens), schedule, micro-batches, purpose
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Compute the stage: from token ids or a hidden state to a hidden state or logits.
-
-        `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden).
-        """
+        """Return hidden states or logits from token ids (rows, tokens) or hidden states (rows, tokens, hidden)."""
         inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
         with self.autocast:
             if not self.is_last:
@@ -194,7 +164,7 @@ class Pipeline(torch.nn.Module):
         """Return the sum of the losses of what the last stage returned, over `loss_divisor`.
 
         `output` has shape (rows, positions, hidden or classes), `target` (rows, positions). With `in_backward` the
-        gradients of chunks are computed in the backward pass alone: for schedules that keep many losses waiting for it.
+        gradients of chunks are computed in the backward pass, for schedules that keep many losses waiting.
         """
         if self.takes_chunks:
             with self.autocast:
@@ -204,30 +174,18 @@ class Pipeline(torch.nn.Module):
             losses = cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
         return losses / self.loss_divisor
 
-    # -- all stages
+    def train_step(self, batch: Batch, loss_divisor: float, schedule: str = "", micro_batches: int = 0) -> torch.Tensor:
+        """Do the forward and backward passes of all micro-batches; return the loss on the last stage, 0 on others.
 
-    def train_step(
-        self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
-    ) -> torch.Tensor:
-        """Do the forward and backward passes of all micro-batches of `batch`; gradients add up.
-
-        `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
-        `attention_mask` have shape (rows, tokens), and a decoder's is told where to compute logits
-        (`Part.inputs_for_loss`). The loss is a sum over labelled tokens over `loss_divisor`, so that
-        uneven micro-batches weigh what they should. `schedule` and `micro_batches` stand in for the run's.
-
-        Returns:
-            The loss on the last stage, 0 on others.
+        `batch` (`Part.inputs_for_loss`) is the same on every rank, with a number of rows that the micro-batches divide.
+        The loss is a sum over `loss_divisor`, so that uneven micro-batches weigh what they should.
         """
         name, count = schedule or self.schedule_name, micro_batches or self.micro_batches
         self.train()
         return self._run(batch, loss_divisor, name, count, "training")
 
-    def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
-        """Do the passes of this stage alone on micro-batches of `batch`: nothing is sent, received or waited for.
-
-        Hidden states are made up. Gradients add up.
-        """
+    def bare_step(self, batch: Batch, micro_batches: int) -> None:
+        """Do the passes of this stage alone, from made-up hidden states: nothing is sent, received or waited for."""
         self.train()
         inputs = self._inputs(batch)
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
@@ -241,13 +199,13 @@ class Pipeline(torch.nn.Module):
                 output.backward(torch.ones_like(output))
 
     @torch.no_grad()
-    def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def validate(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the losses of all labelled tokens, on the last stage; 0 on others."""
         self.eval()
         return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
 
     @torch.no_grad()
-    def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def logits(self, batch: Batch) -> torch.Tensor | None:
         """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
         self.eval()
         self.positions = None
@@ -256,7 +214,7 @@ class Pipeline(torch.nn.Module):
         return made.float() if self.is_last else None
 
     def receive_buffers(self) -> list[torch.Tensor]:
-        """Return what the last step's hidden states and gradients were received in; nothing before the first step."""
+        """Return what the last step's hidden states and gradients were received in."""
         if self.schedule is None:
             return []
         stage = self.schedule._stage
@@ -264,17 +222,12 @@ class Pipeline(torch.nn.Module):
         return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]
 
     def busy_s_and_idle_shares(self) -> list[tuple[float, float]]:
-        """Return each stage's seconds of work, and its share of the steps' time in which it waited.
-
-        A step ends for all with its last stage.
-        """
+        """Return each stage's seconds of work, and its share of the steps' time in which it waited."""
         of_stages = gather_object([self.clock.busy_and_total_s()])
-        longest_s = max(total_s for _, total_s in of_stages)
+        longest_s = max(total_s for _, total_s in of_stages)  # a step ends for all with its last stage
         return [(busy_s, 1 - busy_s / longest_s) for busy_s, _ in of_stages]
 
-    def _run(
-        self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
-    ) -> torch.Tensor:
+    def _run(self, batch: Batch, loss_divisor: float, name: str, count: int, purpose: str) -> torch.Tensor:
         inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
         losses: list[torch.Tensor] = []
@@ -283,43 +236,28 @@ class Pipeline(torch.nn.Module):
             self._pass(inputs, name, count, purpose, return_outputs=False, **target)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
-    def _pass(
-        self, inputs: dict[str, torch.Tensor], name: str, count: int, purpose: str, **given: Any
-    ) -> torch.Tensor | None:
-        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
-        pass_all = partial(self.clock.step, schedule.step) if purpose == "training" else schedule.eval
+    def _pass(self, inputs: Batch, name: str, count: int, purpose: str, **given: Any) -> torch.Tensor | None:
+        made_for = (inputs["input_ids"].shape, name, count, purpose)
+        if self.made_for != made_for:
+            self.schedule = None  # its buffers are free before the next one's are there
+            self.schedule, self.made_for = self._new_schedule(*made_for), made_for
+        pass_all = partial(self.clock.step, self.schedule.step) if purpose == "training" else self.schedule.eval
         ids = (inputs["input_ids"],) if self.is_first else ()
         return pass_all(*ids, attention_mask=inputs["attention_mask"], **given)
 
-    def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
+    def _inputs(self, batch: Batch) -> Batch:
+        """Return the batch on this rank's device; the stage takes from it where to compute logits."""
         inputs = on_device(batch, self.rank.device)
         self.positions = inputs.get("logits_to_keep")
         return inputs
 
-    def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return the schedule for batches of `shape` (rows, tokens): the latest one, or a new one in its place."""
-        if self.made_for != (tuple(shape), name, count, purpose):
-            self.schedule = None  # its buffers are free before the next one's are there
-            self.schedule = self._new_schedule(shape, name, count, purpose)
-            self.made_for = (tuple(shape), name, count, purpose)
-        return self.schedule
-
     def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """Return PyTorch's schedule of `count` micro-batches over a `PipelineStage` whose passes are timed."""
-        rows, length = shape[0] // count, shape[1]
-        hidden = torch.empty(
-            (rows, length, self.causal.config.hidden_size), dtype=self.hidden_dtype, device="meta"
-        ).requires_grad_(purpose == "training")
-        ids = torch.empty((rows, length), dtype=torch.long, device="meta")
-        stage = TimedStage(
-            self,
-            self.rank.rank,
-            self.rank.world_size,
-            torch.device(self.rank.device),
-            input_args=ids if self.is_first else hidden,
-            output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
-        )
+        size = (shape[0] // count, shape[1], self.causal.config.hidden_size)
+        hidden = torch.empty(size, dtype=self.hidden_dtype, device="meta").requires_grad_(purpose == "training")
+        given = torch.empty(size[:2], dtype=torch.long, device="meta") if self.is_first else hidden
+        # the last stage's output goes nowhere, and its shape is not looked at
+        place = (self.rank.rank, self.rank.world_size, torch.device(self.rank.device))
+        stage = TimedStage(self, *place, input_args=given, output_args=hidden)
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
         loss = partial(self.clock.timed, "loss", self.loss, in_backward=name == "gpipe" and count > 1)
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name]

@@ -1,4 +1,4 @@
-"""A stage of a pipeline as what a rank holds, and what the stages agree on."""
+"""A stage of a pipeline as what a rank holds."""
 
 from pathlib import Path
 
@@ -23,19 +23,14 @@ class Stage(Part):
     """Some layers of the model, in a pipeline; all ranks go through the same rows in the same order."""
 
     def __init__(self, module: Pipeline, run: RunConfig, rank: Rank) -> None:
-        """`module` is a `Pipeline`, and times its passes."""
         self.pipeline = module
         super().__init__(module.model, run, rank)
         self.usage = None  # what one device would hold is on no rank
         self.optimizer_name = f"optimizer {rank.rank}"
 
     @classmethod
+    @override
     def check(cls, run: RunConfig) -> None:
-        """Check that the closed form knows the model's layers, and that adapters stand beside these alone.
-
-        Raises:
-            BadInputError: with the kinds that it knows, or the head.
-        """
         if run.method.has_adapters and any(name.endswith("lm_head") for name in run.target_names):
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but a pipeline's head, which the last stage alone has, takes "
@@ -56,15 +51,11 @@ class Stage(Part):
 
     @override
     def kept_buffers(self) -> list[torch.Tensor]:
-        """Return what hidden states and their gradients are received in."""
         return self.pipeline.receive_buffers()
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Add up the gradients of tied embeddings, and clip by the norm over the whole model.
-
-        First and last stage each have a copy of tied embeddings; its gradient is the sum of both.
-        """
+        """Clip by the norm over the whole model, after first and last stage have added up those of tied embeddings."""
         tied = self._tied_weight()
         if tied is not None:
             tied.grad = sum_of_first_and_last(tied.grad, self.rank)
@@ -84,13 +75,11 @@ class Stage(Part):
 
     @override
     def fill(self, rows: list[Tokens]) -> list[Tokens]:
-        """Return a batch filled up with rows without labels until the micro-batches divide it."""
         missing = -len(rows) % self.run.micro_batches
         return [*rows, *[without_labels(rows[-1])] * missing]
 
     @override
     def sums(self, batch: Batch) -> torch.Tensor:
-        """Return the sums that the last stage knows; see `Part.sums`."""
         if self.takes_logits_to_keep:  # of a large vocabulary, only where some row has a label
             targets = (batch["shift_labels"] != IGNORED_LABEL).sum().float().to(self.rank.device)
             return torch.stack([self.pipeline.validate(batch), targets])
@@ -102,7 +91,6 @@ class Stage(Part):
 
     @override
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's `value`, on every rank."""
         dist.broadcast(value, src=self.rank.world_size - 1)
         return value
 
@@ -112,24 +100,13 @@ class Stage(Part):
 
     @override
     def export(self, folder: Path) -> None:
-        """Write the stages as one model; see `save_parts`."""
         save_parts(self.model, folder, Sharing(self.rank.rank, self.rank.world_size, group=0, groups=1))
 
     @override
-    def free(self) -> None:
-        """Leave the pipeline, whose schedules have buffers."""
-
-    @override
     def for_record(self) -> dict[str, object]:
-        """Return each stage's seconds of work in the latest steps, and the share of their time in which it waited.
-
-        None of a run that resumed from its last step, and took none.
-
-        Raises:
-            RuntimeError: a stage computed nothing.
-        """
+        """Return each stage's seconds of work in the latest steps, and the share of their time in which it waited."""
         if not self.pipeline.clock.steps:
-            return {"stages": None}
+            return {"stages": None}  # it resumed from its last step, and took none
         of_stages = self.pipeline.busy_s_and_idle_shares()
         for number, (busy_s, _) in enumerate(of_stages):
             if not busy_s:
@@ -139,7 +116,6 @@ class Stage(Part):
 
     @override
     def parameter_counts(self) -> tuple[int, int]:
-        """Return how many parameters of all stages together are trained, and how many multiply."""
         causal, copy = self.pipeline.causal, None
         if self.pipeline.is_last and causal.ends_are_tied:
             copy = causal.get_output_embeddings().weight
@@ -152,12 +128,11 @@ class Stage(Part):
 
 
 def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """Return `gradient`, which becomes the sum of the first and the last stage's."""
+    """Return `gradient`, which becomes the sum of those of the first and the last stage."""
     other = rank.world_size - 1 if rank.is_main else 0
     received = torch.empty_like(gradient)
     # in one batch: on GPUs both ends would else wait in their sending for the other's receiving
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, gradient, other), dist.P2POp(dist.irecv, received, other)]
-    ):
+    exchange = [dist.P2POp(dist.isend, gradient, other), dist.P2POp(dist.irecv, received, other)]
+    for work in dist.batch_isend_irecv(exchange):
         work.wait()
     return gradient.add_(received)

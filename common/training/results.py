@@ -25,16 +25,11 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 from common.training.loop import TrainingLoop
 from common.training.usage import state_tensors
 
-COUNTED_ROWS = 10_000
-"""Of more rows than these, so many are counted: a second on one core."""
+COUNTED_ROWS = 10_000  # of more rows, so many are counted: a second on one core
 
 
 def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
-    """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
-
-    Raises:
-        RuntimeError: a rank did nothing, or rows were skipped or repeated.
-    """
+    """Return each rank's machine, device, samples and tokens; check that all worked, and rows were used as often."""
     work, rank = loop.work, loop.rank
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
@@ -50,11 +45,7 @@ def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
 def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, resumes: bool = False) -> None:
     """Check that every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
 
-    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
-    it `resumes` after a checkpoint, and so began within an epoch.
-
-    Raises:
-        RuntimeError: rows were skipped or repeated.
+    `row_uses` is how many rows the steps had room for: fewer where training ended early, or `resumes` within an epoch.
     """
     times_used = Counter(row for rows in rows_by_rank for row in rows)
     if times_used.total() != row_uses:
@@ -77,19 +68,17 @@ def row_uses(loop: TrainingLoop) -> int:
 
 
 def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict[str, object]:
-    """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint; called on every rank.
-
-    `world` comes from `check_training`.
-
-    `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
-    leave it out; `saves` has how long training waited for checkpoints.
-    """
+    """Return what the record says of training; called on every rank, `world` comes from `check_training`."""
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
     train_time_s, reporting_s = log.phases_s["training"], loop.work.reporting_s
     tokens = sum(loop.part.own_rows([share["tokens"] for share in world]))
     history, resumed = state.log_history, loop.saver.resumes_from
-    accuracies = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]  # with classification
+    losses, validation_losses, accuracies = (
+        [[entry["step"], entry[name]] for entry in history if name in entry]
+        for name in ("loss", VALIDATION_LOSS, ACCURACY)
+    )
+    of_classes = {"validation_accuracies": accuracies, "best_accuracy": max((v for _, v in accuracies), default=None)}
     return {
         "world": world,
         "effective_batch_size": run.effective_batch_size,
@@ -101,10 +90,10 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "saves": loop.saver.for_record(),
         **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
         **loop.updates.figures(),
-        "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
-        "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
-        "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
-        **({"validation_accuracies": accuracies, "best_accuracy": max(v for _, v in accuracies)} if accuracies else {}),
+        "training_losses": losses,
+        "validation_losses": validation_losses,
+        "best_validation_loss": min(loss for _, loss in validation_losses),
+        **(of_classes if accuracies else {}),
         "checkpoints": {
             "best": Path(state.best_model_checkpoint or "").name,
             "went_on_from": resumed.name if resumed else None,
@@ -135,10 +124,10 @@ def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> d
 def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multiplied: int) -> dict[str, object]:
     """Return the floating-point operations per token of a training step on `rows`, and how they are counted.
 
-    As the planner counts them (`StepFlops.useful`), for each row by its own length, without padding; a picture counts
-    as a square one. Of a model that the planner does not know, by its weights alone: forward 2N of those that are
-    `multiplied`, the activations' gradients 2N, the weights' gradients 2N of those that are `trained` (Kaplan et al.
-    2020, section 2.1); with an encoder-decoder a token goes through one of the two, about half of them.
+    As the planner counts them (`StepFlops.useful`), for each row by its own length, without padding. Of a model that
+    the planner does not know, by its weights alone: forward 2N of those that are `multiplied`, the activations'
+    gradients 2N, the weights' gradients 2N of those that are `trained` (Kaplan et al. 2020, section 2.1); with an
+    encoder-decoder a token goes through one of the two, about half of them.
     """
     counted = [rows[place] for place in range(0, len(rows), -(-len(rows) // COUNTED_ROWS))]
     classes = longest_batch(counted, 1, run).classes  # a row alone knows its own label only
@@ -158,9 +147,6 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
     return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
 
 
-# -- memory on a CPU
-
-
 def resting(loop: TrainingLoop) -> dict[str, list[torch.Tensor]]:
     """Return what training keeps between steps on this rank, by part."""
     return {
@@ -173,9 +159,8 @@ def resting(loop: TrainingLoop) -> dict[str, list[torch.Tensor]]:
 def count_steps(loop: TrainingLoop) -> None:
     """Count what saving, a step, and a batch of validation hold, with the longest rows; called on every rank.
 
-    On a CPU no allocator knows a peak: tensors are counted in a step of each of training's phases. The steps come after
-    training, are not timed, and leave nothing behind. Loading is not counted: what libraries hold while they load, and
-    quantize, is another thing on a GPU.
+    On a CPU no allocator knows a peak: tensors are counted in a step of each of training's phases, after training and
+    untimed. Loading is not counted: what libraries hold while they load, and quantize, is another thing on a GPU.
     """
     memory, part = loop.log.memory, loop.part
     if loop.rank.device != "cpu":

@@ -10,34 +10,21 @@ from common.base.specs import PARALLELISMS
 from common.data.rows import Splits
 from common.records.store import default_run_name
 from common.runtime.machines import digest_of_model, digest_of_rows
-from common.training.checkpoints import (
-    HOLDS,
-    WEIGHTS,
-    found_in,
-    has_full_state,
-    read_manifest,
-    steps_at,
-)
+from common.training.checkpoints import HOLDS, WEIGHTS, found_in, has_full_state, read_manifest, steps_at
 
-FORM = 2
-"""Of a checkpoint's files, by which an older one's are told from it."""
-GROUPED = "group_by_length"
+FORM = 2  # of a checkpoint's files, by which an older one's are told from it
 KEPT = (
     "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
     "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
     "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
 )  # fmt: skip
-"""Settings that a resumed run has as the checkpoint's; what other settings ask for is told by rows, ranks and steps, or
-may change: how long, how far, when to report and save, and by which kernels."""
+"""Settings that a resumed run shares; others show in rows, ranks and steps, or may change, such as when to save."""
 
 
 def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return what a checkpoint says of its run, which a resumed run must share, but for its steps and learning rate.
 
-    Args:
-        run: As it trains.
-        rows: To train on.
-        data: What `digests_of` returns of its rows; None = they are not known.
+    `rows`: how many there are to train on; `data`: what `digests_of` returns of them, where they are known.
     """
     settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
     settings["target_modules"] = ",".join(sorted(run.target_names))
@@ -53,7 +40,7 @@ def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) 
         "rows_per_step": run.effective_batch_size,
         "rows": rows,
         "seed": run.seed,
-        "order": GROUPED if run.groups_by_length else "random",
+        "order": "group_by_length" if run.groups_by_length else "random",
         "settings": settings,
         "data": dict(data or {}),
         "model": f"random weights of {run.model}" if run.weights == "random" else digest_of_model(run),
@@ -72,9 +59,6 @@ def check_checkpoint(run: RunConfig, launcher: str, data: Mapping[str, str]) -> 
     """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
 
     `data`: as for `about_run`. How many rows there are to train on is not known yet: some may be left out, or divided.
-
-    Raises:
-        BadInputError: see `check_resumable`; or nothing is left to train, or this run would move its folder away.
     """
     own_name = run.run_name or default_run_name(run, launcher)
     own = run.results_folder(own_name)
@@ -105,76 +89,54 @@ def _check_listed(folder: Path, run: RunConfig, data: Mapping[str, str]) -> int:
 
 
 def check_resumable(run: RunConfig, own: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`).
-
-    Raises:
-        BadInputError: what it is of, and what the run is.
-    """
+    """Refuse a checkpoint, `about` another training, that this run, `own`, cannot resume from (both: `about_run`)."""
     for reason in _differences(run, own, about):
         raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {reason}.")
 
 
-def _differences(run: RunConfig, own: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why a checkpoint's parts or rows are not this run's, and in what its run was another."""
+def _differences(run: RunConfig, own: Mapping[str, Any], was: Mapping[str, Any]) -> Iterator[str]:
     anew = "leave --resume_from_checkpoint out to begin anew"
-    if about.get("form") != FORM:
+    if was.get("form") != FORM:
         yield f"that an older version of this repository wrote, in files that this one does not read: {anew}"
+    if was.get(HOLDS) == WEIGHTS:
+        yield f"with the best weights alone: pass one with a full state, or --resume_from_checkpoint {LAST}"
     changed = "make them equal, or rows would be skipped or repeated"
-    parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
-    are_whole = all(each.is_single or each.replicates for each in parallelisms)
-    differs = {name: about[name] != own[name] for name in own}
-    problems = [
-        (
-            about.get(HOLDS) == WEIGHTS,
-            f"with the best weights alone: pass one with a full state, or --resume_from_checkpoint {LAST}",
-        ),
-        (
-            differs["parallel"] and not are_whole,
-            f"of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}",
-        ),
-        (
-            differs["technique"],
-            f"of {about['technique']}, but technique is {run.technique}: pass --technique {about['technique']}",
-        ),
-        (
-            differs["ranks"] and not run.parallelism.resumes_on_other_ranks,
-            f"of {about['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} fit no other "
-            f"number: pass --devices {about['ranks']}",
-        ),
-        (
-            differs["rows_per_step"],
-            f"of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
-            f"(per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
-            f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): {changed}",
-        ),
-        (differs["rows"], f"with {about['rows']} training rows, but this run has {own['rows']}: {changed}"),
-        (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
-        (
-            differs["order"],
-            f"whose rows came in the order {about['order']}, but this run's order is {own['order']}: pass "
-            f"--train_sampling_strategy {about['order']}",
-        ),
-        (
-            differs["model"],
-            f"of another model or tokenizer ({about['model']}) than this run's ({own['model']}): pass the --model that "
-            f"it was trained on, or {anew}",
-        ),
-    ]
-    yield from (problem for is_one, problem in problems if is_one)
-    settings = own["settings"]
-    for name, was in about["settings"].items():
-        if name in settings and settings[name] != was:
-            yield f"with {name} {was}, but this run's is {settings[name]}: pass --{name} {was}, or {anew}"
-    for split, digest in about["data"].items():
+    factors = (
+        f"per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
+        f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks"
+    )
+    reasons = {
+        "parallel": f"of {was['parallel']}, but parallel is {run.parallel}: pass --parallel {was['parallel']}",
+        "technique": f"of {was['technique']}, but technique is {run.technique}: pass --technique {was['technique']}",
+        "ranks": f"of {was['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} fit no other "
+        f"number: pass --devices {was['ranks']}",
+        "rows_per_step": f"of steps of {was['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
+        f"({factors}): {changed}",
+        "rows": f"with {was['rows']} training rows, but this run has {own['rows']}: {changed}",
+        "seed": f"with {was['seed']} as seed, but this run has {run.seed}: {changed}",
+        "order": f"whose rows came in the order {was['order']}, but this run's order is {own['order']}: pass "
+        f"--train_sampling_strategy {was['order']}",
+        "model": f"of another model or tokenizer ({was['model']}) than this run's ({own['model']}): pass the --model "
+        f"that it was trained on, or {anew}",
+    }
+    if all(each.is_single or each.replicates for each in (PARALLELISMS[was["parallel"]], run.parallelism)):
+        del reasons["parallel"]  # every rank has all
+    if run.parallelism.resumes_on_other_ranks:
+        del reasons["ranks"]
+    yield from (reason for name, reason in reasons.items() if was[name] != own[name])
+    for name, value in was["settings"].items():
+        if own["settings"].get(name, value) != value:
+            yield f"with {name} {value}, but this run's is {own['settings'][name]}: pass --{name} {value}, or {anew}"
+    for split, digest in was["data"].items():
         if own["data"].get(split, digest) != digest:
             yield (
-                f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same "
-                f"rows in the same order, or {anew}"
+                f"with other {split} rows ({digest}) than this run's ({own['data'][split]}): give it the same rows in "
+                f"the same order, or {anew}"
             )
 
 
 def say_changes(own: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """Return a line of what a run, `own`, does otherwise than `about` says of its checkpoint; empty where nothing."""
+    """Return a line on how the learning rate goes on otherwise than before the checkpoint; empty where it does not."""
     before, now = (f"over {each['steps']} steps with a peak of {each['peak_learning_rate']:g}" for each in (about, own))
     if before == now:
         return ""

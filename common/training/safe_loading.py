@@ -12,11 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from common.base.errors import BadInputError, RunStoppedError, reading
 
 os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # a user's own would contradict it
+# in this process and those that it starts, also where a library asks for less, as DCP does for what is no tensor
 os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-"""`torch.load` runs nothing that a file holds, also where a library asks it to, as DCP does for what is no tensor.
-
-It holds for all of this process, a notebook's too, and for those that it starts.
-"""
 ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -43,11 +40,7 @@ class SafeReader(FileSystemReader):
     """PyTorch's reader of shards, which looks at the list before it is unpickled."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of shards.
-
-        Raises:
-            BadInputError: it has something in it that could run.
-        """
+        """Return the list of shards; a BadInputError says what in it could run."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -58,11 +51,7 @@ class SafeReader(FileSystemReader):
 
 
 def load_zero_state(path: str, map_location: Any = None) -> Any:
-    """Return what a file of DeepSpeed's checkpoint holds; its engine takes this in place of its own reader.
-
-    Raises:
-        RunStoppedError: it cannot be read, or has something in it that could run.
-    """
+    """Return what a file of DeepSpeed's checkpoint holds, in its own reader's place; a RunStoppedError says why not."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler  # here: other runs need none
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -1,7 +1,4 @@
-"""A training's checkpoints: when one is due, how large it is, how it is written, and where a resumed run begins.
-
-What a checkpoint is made of is `Part.state`'s; that it is there whole or not at all, `common.training.checkpoints`'.
-"""
+"""A training's checkpoints: when one is due, how large it is, how it is written, and where a resumed run begins."""
 
 import math
 import os
@@ -10,10 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -36,48 +32,27 @@ from common.runtime.disks import broadcast_folder
 from common.runtime.rank import exchange_timeout
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import BACKENDS
-from common.training.checkpoints import (
-    BEST,
-    FULL_STATE,
-    HOLDS,
-    STATE_FILE,
-    WEIGHTS,
-    DamagedCheckpointError,
-    UnfinishedCheckpoint,
-    newest_whole,
-    read_manifest,
-    rotate,
-    steps_at,
-    to_keep,
-    verify_once,
-)
+from common.training import checkpoints
+from common.training.checkpoints import BEST, FULL_STATE, HOLDS, WEIGHTS, DamagedCheckpointError, steps_at
 from common.training.part import Part
 from common.training.resuming import about_run, check_resumable, say_changes
 
+# on the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
+# and those that were the best when the newest full state was written
 MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
-"""On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
-and those that were the best when the newest full state was written."""
-MEET_S = 20.0
-"""At most so many seconds lie between two meetings of the ranks, or one step where that takes longer."""
-RANDOM = "rng_state_{}.pth"
-"""A rank's file: its random numbers, and what else is its own."""
+MEET_S = 20.0  # at most so many seconds lie between two meetings of the ranks, or one step where that takes longer
+RANDOM = "rng_state_{}.pth"  # a rank's file: its random numbers, and what all ranks have alike
 
 
 class Saver:
-    """Writes the checkpoints of a training, and finds the one to resume from.
+    """Writes the checkpoints of a training, and finds the one to resume from; methods are called on every rank.
 
     Attributes:
-        folder: Where the checkpoints are.
-        schedule: When a full state is due.
-        sizes: Bytes of each checkpoint that this run has written, by what it holds.
-        waits_s: Seconds that training waited for them.
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
-        resumes_from: The checkpoint that training resumes from, if it does.
         in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
 
     def __init__(self, part: Part, log: RunRecorder, rows: int) -> None:
-        """Save `part` in the results folder of `log`; `rows`: of training. Called on every rank."""
         self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
         self.schedule = SaveSchedule(log.run.max_lost_minutes)
@@ -85,29 +60,22 @@ class Saver:
         self.waits_s: list[float] = []
         self.about = about_run(log.run, rows, log.row_digests)
         self.first_step, self.resumes_from = 0, None
-        self.unfinished: UnfinishedCheckpoint | None = None
+        self.unfinished: checkpoints.UnfinishedCheckpoint | None = None
         self.group: dist.ProcessGroup | None = None
         self.thread, self.in_background = ThreadPoolExecutor(1, "checkpoint"), False
 
     def begin(self, state: TrainerState) -> None:
-        """Find where training begins, and say on rank 0 how many checkpoints there will be; called on every rank.
-
-        `state` has the steps of the whole training.
-
-        Raises:
-            BadInputError: the checkpoint to resume from is damaged, or of another run.
-        """
+        """Find where training begins; rank 0 says how often it will save. `state` has the steps of all training."""
         run = self.log.run
         size = checkpoint_size(run, self.part.model.parameters())
         if run.parallelism.pipelines:  # a rank has its own stage
-            stages = gather_object([size])
-            size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
+            size = CheckpointSize(*map(sum, zip(*gather_object([size]), strict=True)))
         self.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
         self.in_background = run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
         if self.rank.is_main:
             print(describe_saves(run, state, size, waits=not self.in_background))
         if folder := self._find_checkpoint():
-            about = verify_once(folder, self.rank.is_main)
+            about = checkpoints.verify_once(folder, self.rank.is_main)
             check_resumable(run, self.about, folder, about)
             say_once(say_changes(self.about, about))
             self._check_random_numbers(folder, about["ranks"])
@@ -117,7 +85,6 @@ class Saver:
 
     @contextmanager
     def _holding_up(self) -> Iterator[None]:
-        """Count the seconds of this context: training waits for a checkpoint."""
         start_s = time.perf_counter()
         yield
         self.waits_s.append(time.perf_counter() - start_s)
@@ -133,32 +100,28 @@ class Saver:
         }
 
     def save(self, state: TrainerState, control: TrainerControl, of_all: Mapping[str, Any]) -> None:
-        """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
+        """Write a full state, if one is due, or else the weights alone; training waits at least for a copy on the host.
 
-        Where training goes on meanwhile, it waits for a copy on the host alone, and for the checkpoint before.
-        Called on every rank; `of_all` is what all ranks have alike, kept beside each one's random numbers.
-
-        Raises:
-            AskedToEndError: The run was asked to save and to end; all is written.
+        `of_all`: what all ranks have alike, kept beside each one's random numbers. An AskedToEndError may follow.
         """
         with self._holding_up():
-            self.wait_and_commit()
+            self._wait_and_commit()
             is_full = self.schedule.is_due(state, control)
             folder, best = self.folder / f"checkpoint-{state.global_step}", state.best_global_step or 0
             if best > self.first_step:
                 state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
             about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
-            self.unfinished = UnfinishedCheckpoint(folder, about, self.writes)
+            self.unfinished = checkpoints.UnfinishedCheckpoint(folder, about, self.writes)
             with self.unfinished.being_written() as partial_folder:
                 if is_full:
                     self._save_of_rank(partial_folder, of_all)
                 if self.writes:
-                    state.save_to_json(str(partial_folder / STATE_FILE))
+                    state.save_to_json(str(partial_folder / checkpoints.STATE_FILE))
                 self._write(partial_folder, is_full)
             if is_full:
                 self.schedule.saved(state.global_step)
             if self.schedule.is_asked:
-                self.wait_and_commit()
+                self._wait_and_commit()
                 raise AskedToEndError(
                     f"saved after step {state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} "
                     "resumes there."
@@ -178,28 +141,26 @@ class Saver:
             return
         if writes_part:
             self.unfinished.digests = self.unfinished.write_and_hash(partial(self.part.write, folder, parts))
-        self.wait_and_commit()
+        self._wait_and_commit()
 
     def commit_if_written(self, evaluates: bool, step: int) -> None:
-        """Commit what is written where the ranks meet anyway; called on every rank, after each step."""
+        """Commit, after a step, what is written where the ranks meet anyway."""
         meets = evaluates or step == self.schedule.met_step
         if self.unfinished and meets and self.unfinished.is_written():
             with self._holding_up():
-                self.wait_and_commit()
+                self._wait_and_commit()
 
-    def wait_and_commit(self) -> None:
-        """Wait until all is written, and commit it; called on every rank."""
+    def _wait_and_commit(self) -> None:
         if not self.unfinished:
             return
         unfinished, self.unfinished = self.unfinished, None
         unfinished.commit()
         if self.writes:
-            files = read_manifest(unfinished.folder)["files"].values()
+            files = checkpoints.read_manifest(unfinished.folder)["files"].values()
             self.sizes[unfinished.about[HOLDS]].append(sum(file["bytes"] for file in files))
-            rotate(self.folder, to_keep(self.folder, unfinished.about[BEST]))
+            checkpoints.rotate(self.folder, checkpoints.to_keep(self.folder, unfinished.about[BEST]))
 
     def _has_room_to_copy(self, parts: Mapping[str, Any]) -> bool:
-        """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
         ranks_here = 1 if self.part.is_whole else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         copied = byte_count(map(local_part, filter(torch.is_tensor, tree_leaves(parts))))
         return all(gather_object([ranks_here * copied < psutil.virtual_memory().available]))
@@ -216,12 +177,9 @@ class Saver:
     # -- resuming
 
     def _find_checkpoint(self) -> Path | None:
-        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning.
-
-        The newest that any disk has is on every disk afterwards.
-        """
+        """Return the newest whole checkpoint, which all disks then have, if the run resumes, or the one it names."""
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
-        kept = newest_whole(self.folder) if resumes and self.writes else None
+        kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
         newest = max(gather_object([steps_at(kept) if kept else 0]))
         if newest:
             folder = self.folder / f"checkpoint-{newest}"
@@ -240,7 +198,6 @@ class Saver:
             broadcast_folder(folder, of_ranks.index(True), self.writes and not has_it)
 
     def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
-        """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks = self.rank.world_size
         names = list(map(RANDOM.format, range(ranks)))
         missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
@@ -250,14 +207,10 @@ class Saver:
             print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
 
     def load(self) -> tuple[TrainerState, dict[str, Any]]:
-        """Take back weights, optimizer and random numbers of the checkpoint that the run resumes from.
-
-        Returns:
-            The history until then, and what was saved beside the random numbers, which all ranks have alike.
-        """
+        """Take back the checkpoint to resume from; return the history, and what was kept beside the random numbers."""
         folder = self.resumes_from
         self.part.load(folder, is_full=True)
-        state = TrainerState.load_from_json(str(folder / STATE_FILE))
+        state = TrainerState.load_from_json(str(folder / checkpoints.STATE_FILE))
         self._find_best(folder, state)
         own = folder / RANDOM.format(self.rank.rank)
         if own.is_file():
@@ -265,10 +218,7 @@ class Saver:
         return state, torch.load(folder / RANDOM.format(0), weights_only=True)
 
     def _find_best(self, folder: Path, state: TrainerState) -> None:
-        """Find the best checkpoint so far: beside the one that is resumed, or where that one says.
-
-        One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
-        """
+        """Find the best checkpoint so far, beside the one that is resumed or where that says; forget a damaged one."""
         if not state.best_global_step:
             return
         best = folder.with_name(f"checkpoint-{state.best_global_step}")
@@ -277,7 +227,7 @@ class Saver:
             best = Path(state.best_model_checkpoint)
         try:
             if best != folder:
-                verify_once(best, self.rank.is_main)
+                checkpoints.verify_once(best, self.rank.is_main)
             state.best_model_checkpoint = str(best)
         except DamagedCheckpointError:
             if self.rank.is_main:
@@ -287,13 +237,10 @@ class Saver:
     def load_best(self, state: TrainerState) -> None:
         """Finish what is being written, and take back the best weights so far, if there are any."""
         with self._holding_up():
-            self.wait_and_commit()
+            self._wait_and_commit()
         if state.best_model_checkpoint:
-            verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
+            checkpoints.verify_once(Path(state.best_model_checkpoint), self.rank.is_main)
             self.part.load(Path(state.best_model_checkpoint), is_full=False)
-
-
-# -- random numbers
 
 
 def random_numbers() -> dict[str, Any]:
@@ -315,11 +262,7 @@ def load_random_numbers(file: Path) -> None:
         torch.cuda.set_rng_state_all(held["cuda"])
 
 
-# -- how large
-
-
-@dataclass(frozen=True)
-class CheckpointSize:
+class CheckpointSize(NamedTuple):
     """Bytes of a checkpoint on the disk: of the best weights alone, and of a full state, with the optimizer."""
 
     weights_bytes: int
@@ -327,58 +270,37 @@ class CheckpointSize:
 
 
 def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> CheckpointSize:
-    """Return the size of `run`'s checkpoints; `model_weights`: all of the model's, also where a rank holds parts.
-
-    A checkpoint has what is trained alone.
-    """
+    """Return the size of `run`'s checkpoints, which have what is trained of `model_weights`, wherever the parts are."""
     trained = [weight for weight in model_weights if weight.requires_grad]
-    saved_bytes = sum(map(_whole_bytes, trained))
+    sizes = [global_numel(weight) * weight.element_size() for weight in trained]
     # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
     per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
-    # None: two states as wide as the weight, as Adam has
-    states = (2 * _whole_bytes(each) if per_weight is None else global_numel(each) * per_weight for each in trained)
-    return CheckpointSize(saved_bytes, saved_bytes + math.ceil(sum(states)))
-
-
-def _whole_bytes(weight: torch.Tensor) -> int:
-    return global_numel(weight) * weight.element_size()
-
-
-# -- when
+    if per_weight is None:  # two states as wide as the weight, as Adam has
+        return CheckpointSize(sum(sizes), 3 * sum(sizes))
+    return CheckpointSize(sum(sizes), sum(sizes) + math.ceil(sum(map(global_numel, trained)) * per_weight))
 
 
 class SaveSchedule(TrainerCallback):
-    """Asks for a full state after each `save_steps` steps, or where more minutes than allowed would be lost.
+    """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
-    A SIGUSR1 also asks for one, after which the run ends.
-
-    Ranks have clocks of their own, may get the signal at different times or not at all, and must save at the same step.
-    They meet after 1, 2, 4, 8 ... steps since the last full state, but at most 20 s apart, after each validation and
-    after the last step: they turn the minutes that are left into steps, at the slowest rank's pace, and hear whether
-    one was asked.
+    A SIGUSR1 also asks for one, after which the run ends. Ranks have clocks of their own, may get the signal at
+    different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last
+    full state, but at most 20 s apart, after each validation and after the last step: they turn the minutes that are
+    left into steps, at the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
-        met_step: The step after which the ranks met last.
         saves_at_end: Without save_steps: whether a full state is saved at the end of training.
         due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
     """
 
     def __init__(self, max_lost_minutes: float) -> None:
-        """Without save_steps a full state is due before `max_lost_minutes` of training would be lost."""
         self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
         self.is_asked, self.pace_s = False, 0.0
         self.saved(0)
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Begin to count.
-
-        Raises:
-            AskedToEndError: A rank was asked to save before the first step.
-        """
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
         self.saved(state.global_step)  # what this run resumes from is saved already
         if any(gather_object([is_asked_to_save()])):
             raise AskedToEndError(
@@ -386,9 +308,7 @@ class SaveSchedule(TrainerCallback):
             )
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step >= self.next_meeting or control.should_training_stop:
             self.meet(state)
         control.should_save = control.should_save or self.is_due(state, control)
@@ -419,14 +339,8 @@ class SaveSchedule(TrainerCallback):
         self.due_step = math.inf
 
 
-# -- what is said before
-
-
-def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool = True) -> str:
-    """Return one line: how often a run saves, in the steps that `state` counts, and what that takes on the disk.
-
-    `waits`: whether training does not go on meanwhile.
-    """
+def describe_saves(run: RunConfig, state: TrainerState, size: CheckpointSize, waits: bool) -> str:
+    """Return how often a run saves, and what that takes on the disk; `waits`: whether training waits meanwhile."""
     full, weights = size_text(size.state_bytes), size_text(size.weights_bytes)
     validations = math.ceil(state.max_steps / state.eval_steps)
     if state.save_steps:

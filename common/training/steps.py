@@ -47,7 +47,7 @@ def evaluate_before(
     """Score what the base makes of the test rows before any training; None with `--baseline none`.
 
     `score`: the task's, say `classify`. Where answers are judged, it gets the base itself and an independent judge.
-    Without a `model` the base is loaded for this step alone: `load_answering`.
+    Without a `model` the base is loaded for this step alone.
     """
     if log.run.baseline == "none":
         return None
@@ -80,8 +80,8 @@ def evaluate_after(
     """Score what the tuned model makes of rows that had no part in training nor in choosing the checkpoint.
 
     `score`: the task's. Where answers are judged, it gets the tuned model itself, the base as before, and an
-    independent judge. The base loads again, by `device_map` where that says where. Meanwhile the tuned model waits in
-    the host's memory, so that a device holds one of them at a time; one in stages, whose answers are there, is freed.
+    independent judge. The base loads again (by `device_map`) while the tuned model waits in the host's memory, as a
+    device holds one of them at a time; one in stages, whose answers are there, is freed.
     """
 
     def judges() -> Iterator[Judge]:

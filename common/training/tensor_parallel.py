@@ -1,9 +1,9 @@
 """Tensor parallel: each rank has a part of every layer's matrices, and all ranks work on the same rows.
 
 Of Megatron's kind (Shoeybi et al. 2019, section 3), by PyTorch's own `parallelize_module`: Transformers has no plan for
-BERT and RoBERTa. A rank has some of the attention's heads and some of the feed-forward's inner neurons; their outputs
-are summed over the ranks twice a layer, and so are the gradients of their inputs in the backward pass. What is between
-is whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
+BERT and RoBERTa. A rank has some attention heads and some of the feed-forward's inner neurons; outputs are summed over
+the ranks twice a layer, and so are the gradients of inputs in the backward pass. What is between is whole on every
+rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,26 +47,19 @@ PLAN: dict[str, type[ParallelStyle]] = {
 row-wise (its second; the bias is whole). All else is whole on every rank: embeddings, layer norms, pooler and
 classifier."""
 FAMILIES = ("bert", "roberta", "xlm-roberta")
-"""Kinds of models whose layers are so."""
-AGREEMENT = 1e-7
-"""By which a whole weight may differ between ranks."""
+AGREEMENT = 1e-7  # by which a whole weight may differ between ranks
 
 
 class Columns(Part):
-    """Columns or rows of each layer's matrices; all ranks have the same rows of a batch."""
+    """Columns or rows of each layer's matrices (`split_by_plan`); all ranks have the same rows of a batch."""
 
     def __init__(self, module: Model, run: RunConfig, rank: Rank) -> None:
-        """Check that every matrix of the plan is divided, and nothing else; `module` comes from `split_by_plan`."""
         check_split(module, rank.world_size)
         super().__init__(module, run, rank)
 
     @classmethod
+    @override
     def check(cls, run: RunConfig) -> None:
-        """Check that the ranks can share the model evenly.
-
-        Raises:
-            BadInputError: see `check_divisible`.
-        """
         check_divisible(any_shape_config(run.model, run.model_revision), run.devices)
 
     @override
@@ -90,26 +83,19 @@ class Columns(Part):
 
 
 def mesh_of_all(rank: Rank) -> DeviceMesh:
-    """Return the devices of all ranks in a row; called on every rank."""
+    """Return the devices of all ranks in a row."""
     # without names: PEFT would make adapters for this rank's part of a matrix, which `split_by_plan` divides
     return init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
 
 
 def load_columns(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> Model:
-    """Return the model to train, of which each rank has loaded its part of each layer's matrices; on every rank."""
+    """Return the model to train, of which each rank loads its part of each layer's matrices; called on every rank."""
     planned = planned_dimensions(model_without_weights(run))
     return with_trained_weights(load_divided(run, rank.device, mesh, planned.get), run)
 
 
-# -- the plan
-
-
 def check_divisible(config: PretrainedConfig, ranks: int) -> None:
-    """Refuse a model that the ranks cannot share evenly, or that there is no plan for; its config is enough.
-
-    Raises:
-        BadInputError: with the values and the next step.
-    """
+    """Refuse a model that the ranks cannot share evenly, or that there is no plan for."""
     if config.model_type not in FAMILIES:
         raise BadInputError(
             f"model is of type {config.model_type}, which has no plan of tensor parallel: choose one of type "
@@ -157,13 +143,7 @@ def planned_dimensions(model: Model) -> dict[str, int | None]:
 
 
 def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
-    """Divide every layer's matrices among the ranks of `mesh`, in place; values are those of its first rank.
-
-    What ranks hold parts of already (`load_columns`) stays as it is.
-
-    Raises:
-        BadInputError: see `check_divisible`; nothing was divided then.
-    """
+    """Divide every layer's matrices among the ranks of `mesh`, in place; what is loaded in parts stays as it is."""
     check_divisible(model.config, mesh.size())
     for layer, plan in layer_plans(model):
         parallelize_module(layer, mesh, {name: style() for name, style in plan.items()} | shared_input(layer))
@@ -171,10 +151,7 @@ def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
 
 
 def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """Have query, key and value take one DTensor: its gradient is summed over the ranks once, and not three times.
-
-    What is whole of their adapters takes it as the tensor that it is on every rank.
-    """
+    """Have query, key and value take one DTensor, whose gradient is summed over the ranks once, not three times."""
     whole = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
     styles = {"attention.self": PrepareModuleInput(**whole)}
     for name in PLAN:
@@ -185,9 +162,6 @@ def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
     return styles
 
 
-# -- what each rank holds
-
-
 def split_dimension(weight: torch.Tensor) -> int | None:
     """Return the dimension along which a weight (or a gradient) is divided, None if it is whole."""
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard():
@@ -196,11 +170,7 @@ def split_dimension(weight: torch.Tensor) -> int | None:
 
 
 def check_split(model: Model, ranks: int) -> None:
-    """Refuse a model that only looks divided, or is divided where it should be whole.
-
-    Raises:
-        RuntimeError: with the weight, how it was to be divided, and how it is.
-    """
+    """Refuse a model that is not divided as the plan has it, and nothing else."""
     planned = planned_dimensions(model)
     for name, weight in model.named_parameters():
         found, local = split_dimension(weight), local_part(weight).numel()
@@ -216,11 +186,7 @@ def _divided(dimension: int | None) -> str:
 
 
 def check_whole_weights_agree(model: torch.nn.Module) -> None:
-    """Refuse ranks whose copies of a whole weight went apart, as other dropout masks would make them; on every rank.
-
-    Raises:
-        RuntimeError: with the weight, and by how much.
-    """
+    """Refuse ranks whose copies of a whole weight went apart, as other dropout masks would make them; on every rank."""
     for name, weight in model.named_parameters():
         if split_dimension(weight) is None:
             own = local_part(weight.detach())
@@ -234,14 +200,8 @@ def check_whole_weights_agree(model: torch.nn.Module) -> None:
                 )
 
 
-# -- steps
-
-
 def clip_gradients(weights: Iterable[torch.Tensor], max_norm: float, device: str) -> torch.Tensor:
-    """Return the norm of the whole model's gradients, and scale them to `max_norm` as `clip_grad_norm_` does.
-
-    What every rank has whole counts once. Called on every rank.
-    """
+    """Clip the whole model's gradients, of which what every rank has whole counts once; return their norm."""
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     divided = [gradient.to_local() for gradient in gradients if split_dimension(gradient) is not None]
     whole = [local_part(gradient) for gradient in gradients if split_dimension(gradient) is None]

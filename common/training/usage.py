@@ -14,10 +14,7 @@ from torch.utils._pytree import tree_leaves
 from common.hardware.devices import MIB
 from common.models.shards import byte_count, local_part
 
-# -- what a rank holds
-
-UNEVEN_SHARE = 0.05
-"""By which a rank's bytes may be off its part, such as for padding."""
+UNEVEN_SHARE = 0.05  # by which a rank's bytes may be off its part, such as for padding
 
 
 @dataclass(frozen=True)
@@ -33,21 +30,13 @@ class Held:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's states on this rank; their step counters are left out."""
+    """Return an optimizer's states on this rank, without their step counters."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return [local_part(state) for state in states if state.numel() > 1]
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's states on this rank."""
-    return byte_count(state_tensors(optimizer))
-
-
 def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
-    """Return the least and the most that a rank holds of weights that FSDP cuts along their first dimension.
-
-    As `torch.chunk` does: all parts are as large as the first, but for the last ones, which may be empty.
-    """
+    """Return the least and the most bytes on a rank of weights that FSDP cuts, as `torch.chunk` does, by rows."""
     least = most = 0
     for weight in weights:
         rows = weight.shape[0]
@@ -57,11 +46,7 @@ def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
 
 
 def check_part(what: str, local_bytes: int, parts: tuple[float, float]) -> None:
-    """Check that a rank holds a part of what is divided: between the least and the most of `parts`.
-
-    Raises:
-        RuntimeError: with the sizes.
-    """
+    """Check that a rank holds between the least and the most of `parts` of what is divided."""
     least, most = parts
     if not (1 - UNEVEN_SHARE) * least <= local_bytes <= (1 + UNEVEN_SHARE) * most:
         raise RuntimeError(
@@ -69,22 +54,13 @@ def check_part(what: str, local_bytes: int, parts: tuple[float, float]) -> None:
         )
 
 
-# -- what a rank sends
-
+# where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone
 NAMESPACES = ("c10d", "_c10d_functional")
-"""Where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone."""
-SENT_SHARE = {
-    "allreduce_": 2,
-    "all_reduce": 2,
-    "allgather_": 1,
-    "_allgather_base_": 1,
-    "allgather_into_tensor_coalesced_": 1,
-    "reduce_scatter_": 1,
-    "_reduce_scatter_base_": 1,
-    "reduce_scatter_tensor_coalesced_": 1,
-    "reduce_": 1,
-    "broadcast_": 1,
-}
+SENT_SHARE = dict.fromkeys(("allreduce_", "all_reduce"), 2) | dict.fromkeys(
+    ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+     "reduce_scatter_tensor_coalesced_", "reduce_", "broadcast_"),
+    1,
+)  # fmt: skip
 """Of a collective's largest tensor (the whole that is gathered, summed or scattered), how often a rank of a ring sends
 (n - 1) / n of it: an all-reduce is a reduce-scatter and an all-gather (nccl-tests, doc/PERFORMANCE.md)."""
 
@@ -112,14 +88,10 @@ class SentBytes(TorchDispatchMode):
         if func.namespace in NAMESPACES and name in SENT_SHARE:
             largest = max(byte_count(filter(torch.is_tensor, tree_leaves(argument))) for argument in args)
             self.bytes_by_collective[name] = self.bytes_by_collective.get(name, 0) + largest
-            ranks = _group_of(args).size()
+            # c10d is given the group itself, DTensor's operators its name as their last text
+            groups = [each for each in args if isinstance(each, torch.ScriptObject)]
+            names = [each for each in args if isinstance(each, str)]
+            group = dist.ProcessGroup.unbox(groups[0]) if groups else _resolve_process_group(names[-1])
+            ranks = group.size()
             self.sent_bytes += SENT_SHARE[name] * (ranks - 1) / ranks * largest
         return func(*args, **(kwargs or {}))
-
-
-def _group_of(arguments: tuple) -> dist.ProcessGroup:
-    """Return a collective's ranks: c10d is given the group itself, DTensor's operators its name as their last text."""
-    groups = [each for each in arguments if isinstance(each, torch.ScriptObject)]
-    if groups:
-        return dist.ProcessGroup.unbox(groups[0])
-    return _resolve_process_group([each for each in arguments if isinstance(each, str)][-1])

@@ -31,18 +31,14 @@ from common.training.ddp import load_replica
 from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
-from common.training.usage import Held, check_part, optimizer_bytes
+from common.training.usage import Held, check_part, state_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
 def check_deepspeed() -> None:
-    """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU.
-
-    Raises:
-        BadInputError: with the command that installs it.
-    """
+    """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU."""
     if importlib.util.find_spec("deepspeed") is None:
         raise BadInputError(
             "ZeRO is DeepSpeed's, which is not installed: `make deepspeed` (it runs `DS_BUILD_OPS=0 pip install "
@@ -58,9 +54,8 @@ def check_deepspeed() -> None:
 def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     """Return the model to train on this rank's device, with stage 3 its part; called on every rank.
 
-    Each rank reads rows of every weight, and the adapters are put on these, since DeepSpeed's own parts have no shape;
-    then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for stage 3 has every
-    rank hold the whole model on its host.)
+    Adapters are put on rows of every weight, as DeepSpeed's parts have no shape; then one weight after the other is
+    made whole and handed to DeepSpeed. (Transformers' loader has every rank hold the whole model on its host.)
     """
     # its names for collectives are older than PyTorch's: it says so at every call
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
@@ -88,17 +83,12 @@ class ZeroPart(Part):
     module: "DeepSpeedEngine"
 
     def __init__(self, module: "DeepSpeedEngine", run: RunConfig, rank: Rank) -> None:
-        """`module` comes from `zero_engine`."""
         super().__init__(module, run, rank)
         self.called = module
 
     @classmethod
+    @override
     def check(cls, run: RunConfig) -> None:
-        """Check that DeepSpeed can be used.
-
-        Raises:
-            BadInputError: with the command that installs it.
-        """
         check_deepspeed()
 
     @override
@@ -114,13 +104,9 @@ class ZeroPart(Part):
     @override
     def kept_buffers(self) -> list[torch.Tensor]:
         """Return what DeepSpeed's optimizer has: its fp32 copy of the weights, and what it collects gradients in."""
-        attributes = {
-            name: value for name, value in vars(self.module.optimizer).items() if name != "averaged_gradients"
-        }
-        leaves = tree_leaves(attributes)
+        leaves = tree_leaves({**vars(self.module.optimizer), "averaged_gradients": None})
         of_objects = tree_leaves([vars(leaf) for leaf in leaves if is_dataclass(leaf)])
-        tensors = [leaf for leaf in (*leaves, *of_objects) if isinstance(leaf, torch.Tensor)]
-        return [tensor for tensor in tensors if not tensor.is_meta]
+        return [leaf for leaf in (*leaves, *of_objects) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
 
     @override
     def forget_gradients(self) -> None:
@@ -129,19 +115,16 @@ class ZeroPart(Part):
 
     @override
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Return the norm of the whole model's gradients; DeepSpeed clips in its step."""
         own = self.gradients()
-        return clip_divided(own, own, [], 0, self.rank.device)
+        return clip_divided(own, own, [], 0, self.rank.device)  # DeepSpeed clips in its step
 
     @override
     def step(self, scaler: torch.amp.GradScaler = UNSCALED) -> None:
-        """Have DeepSpeed clip, step, and hand the new weights round; it scales no losses here."""
-        self.module.step()
+        self.module.step()  # it clips, steps, and hands the new weights round; it scales no losses here
 
     @override
     def state(self, is_full: bool) -> dict[str, Any]:
-        """Return nothing: DeepSpeed writes by itself."""
-        return {"is_full": is_full}
+        return {"is_full": is_full}  # DeepSpeed writes by itself
 
     @override
     def write(self, folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> list[Path]:
@@ -181,19 +164,17 @@ class ZeroPart(Part):
 
     @override
     def held(self) -> Held:
-        """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
         zero = self.module.optimizer
         is_stage_3 = zero_stage(self.run) == 3
         copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return Held(
             byte_count(map(local_part, self.model.parameters())),
             byte_count(self.gradients()),
-            optimizer_bytes(zero.optimizer) + byte_count(copies),
+            byte_count([*state_tensors(zero.optimizer), *copies]),
         )
 
     @override
     def held_by_one_device(self) -> Held:
-        """Return what one device would hold: states and copy in fp32 where weights are bf16, to train as well."""
         whole = super().held_by_one_device()
         return whole if self.run.precision == "fp32" else replace(whole, optimizer_bytes=3 * 4 * self._trained())
 
@@ -202,12 +183,7 @@ class ZeroPart(Part):
 
     @override
     def check_shard_memory(self, held: Held) -> None:
-        """Check that optimizer states are divided from stage 1 on, and weights in stage 3.
-
-        Raises:
-            RuntimeError: with both sizes.
-        """
-        states = optimizer_bytes(self.module.optimizer.optimizer)
+        states = byte_count(state_tensors(self.module.optimizer.optimizer))
         if states:  # SGD has none
             part = 2 * self._trained() * 4 / self.rank.world_size
             check_part("optimizer states", states, (part, part))
@@ -216,13 +192,10 @@ class ZeroPart(Part):
             check_part("weights", held.weights_bytes, (part, part))
 
 
-# -- dividing
-
-
 def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Divide rows of weights as DeepSpeed's stage 3 does, in place, with one weight whole at a time; on every rank.
+    """Divide rows of weights, in place, as DeepSpeed's stage 3 does, with one weight whole at a time, on `mesh`.
 
-    `mesh` is where a weight is gathered. With bf16 all weights become bf16, as DeepSpeed wants them.
+    Called on every rank. With bf16 all weights become bf16, as DeepSpeed wants them.
     """
     import deepspeed
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, Store
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.records.store import default_run_name
-from common.runtime.disks import has_mark, leave_mark, marks_of_launchers
+from common.runtime.disks import leave_mark, started_before
 from common.runtime.elastic import part_of_this_start, run_as_started
 from common.runtime.world import detect_launcher
 from tests.pace import patient
@@ -131,18 +131,17 @@ def test_the_run_stays_as_it_is(started: pytest.MonkeyPatch, run: RunConfig, cha
 
 def test_ranks_that_one_launcher_starts_again_find_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    assert not marks_of_launchers(tmp_path)
+    assert started_before(tmp_path) == (False, False)
     leave_mark(tmp_path)
-    marks = marks_of_launchers(tmp_path)
-    assert has_mark(tmp_path, marks)
-    assert not has_mark(tmp_path / "of another run", marks)
+    assert started_before(tmp_path) == (True, True)
+    assert started_before(tmp_path / "of another run") == (False, False)
     monkeypatch.setattr("os.getppid", os.getpid)  # another launcher
-    assert not marks_of_launchers(tmp_path)
+    assert started_before(tmp_path) == (False, False)
 
 
 def test_a_launcher_that_starts_no_ranks_again_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is one looked for: a container's first process has a parent that it cannot see."""
     monkeypatch.setattr("os.getppid", lambda: 0)
-    assert not marks_of_launchers(tmp_path)
+    assert started_before(tmp_path) == (False, False)
     leave_mark(tmp_path)
     assert not list(tmp_path.iterdir())
