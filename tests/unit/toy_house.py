@@ -60,7 +60,7 @@ class Heard(TrainerCallback):
 
 
 def number_rows(run: RunConfig) -> RowKind:
-    return RowKind((".txt",), "one number per line", "number", _as_messages, tokenize_messages)
+    return RowKind((".txt",), "one number per line", _as_messages, tokenize_messages)
 
 
 def _as_messages(found: Found, source: str) -> list[Row]:
