@@ -1,4 +1,4 @@
-"""Control tokens of a tokenizer, such as `<|im_end|>`, inside users' texts: found, counted, and encoded as text.
+"""Control tokens of a tokenizer, such as `<|im_end|>`, in users' texts: counted, and encoded as text.
 
 An added token that is no special one (`<think>`, `<tool_call>`) stays a token: models say these.
 """
@@ -61,8 +61,7 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
         return
     token, first = next(iter(first_of.items()))
     found = (
-        f"{count:,} of {total:,} rows have control tokens of the tokenizer in their texts "
-        f"(the first: {token!r} in {place_of(first)})"
+        f"{count:,} of {total:,} rows have control tokens in their texts (the first: {token!r} in {place_of(first)})"
     )
     if run.control_tokens == "refuse":
         raise BadInputError(f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text.")
@@ -70,14 +69,10 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
         ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
         # a model of pieces (Unigram) may have it as a piece
         if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
-            raise BadInputError(
-                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot write as text: take it out."
-            )
-    has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
-    say_once(
-        f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse)"
-        f"{has_template if run.goal.converses else ''}"
-    )
+            raise BadInputError(f"{place_of(row)} has {token!r}, which no text can be for this tokenizer: take it out.")
+    is_chat = "text" in first and run.goal.converses
+    more = "; those that a chat template has written belong into `messages`" if is_chat else ""
+    say_once(f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse){more}")
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:

@@ -20,8 +20,8 @@ from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
 
 TURN = "user( call( tool)+)* "
+# a `call` is an assistant's message that calls tools, which may also be the last answer
 CONVERSATION = re.compile(f"(system )?({TURN}assistant )*{TURN}(assistant|call)")
-"""The order of turns; a `call` is an assistant's message that calls tools, which may also be the last answer."""
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -113,7 +113,7 @@ def turns_of(row: Row) -> list[str]:
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens; rows without a token to learn from within `max_length` are left out."""
+    """Return rows as tokens, without those that have none to learn within `max_length`."""
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
     return tokens_to_learn(rows, tokenizer, run, lambda batch: encode(batch, tokenizer, run.train_on))
@@ -164,8 +164,8 @@ def tokens_to_learn(
             "--max_length, or pass a --max_truncated_fraction of rows that may be left out."
         )
     if without:
-        left_out = f"{len(without):,} of {len(rows):,} rows"
-        print(f"{left_out} have no {lacking} within {run.max_length} tokens, and are left out")
+        found = f"{len(without):,} of {len(rows):,} rows have no {lacking} within {run.max_length} tokens"
+        print(f"{found}, and are left out")
     return tokenized
 
 

@@ -37,8 +37,7 @@ def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
-    tools = len(str(row["tools"])) if "tools" in row else 0
-    others = tools + len(row.get("picture", ""))
+    others = len(str(row.get("tools", ""))) + len(row.get("picture", ""))
     return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row))) + others
 
 
@@ -58,8 +57,7 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
             return RowsOnDisk(Dataset.from_file(f"{folder}/rows.arrow"))
     except OSError as error:
         raise BadInputError(
-            f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({error}): make "
-            "room there, or set HF_DATASETS_CACHE to a folder with more."
+            f"The rows fill memory, and cannot be written into {cache} ({error}): make room, or set HF_DATASETS_CACHE."
         ) from None
 
 

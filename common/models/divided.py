@@ -33,7 +33,7 @@ def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None
 
 
 def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) -> PreTrainedModel:
-    """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
+    """Load this rank's part, among those of `mesh`, of the run's base, on `device`, of the mesh's kind.
 
     Of files it reads its slices alone; random or quantized weights are whole module by module.
     """
@@ -65,10 +65,9 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
 
 
 def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
-    """Load the run's base, of which this rank gets rows of every weight; called on every rank.
+    """Load rows of every weight of the run's base, divided among this rank's row of `mesh`; called on every rank.
 
-    They are divided among its row of `mesh`, and stay on its device, or with `--offload cpu` on the host. What 4-bit
-    numbers are computed with is on the device in any case.
+    With `--offload cpu` they stay on the host; what 4-bit numbers are computed with is on the device in any case.
     """
     device = "cpu" if run.offload == "cpu" else rank.device
     # without names: PEFT takes parts on any mesh with other names than its own for tensor parallel's

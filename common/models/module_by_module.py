@@ -56,9 +56,6 @@ def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: s
         setattr(module, own, quantize_as(planned[own], getattr(module, own), device))
 
 
-# -- read from files
-
-
 def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
     """Return a class whose `from_pretrained` loads a model of `kind`, and calls `then` with it before it is read."""
 

@@ -1,6 +1,6 @@
-"""Write a model of which each rank holds a part, or a stage, as plain Transformers (or PEFT) loads it, file by file.
+"""Write a model of which each rank holds a part, or a stage, as Transformers (or PEFT) loads it.
 
-Transformers' `save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
+`save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
 """
 
 import json
@@ -115,14 +115,8 @@ def _described(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
 
 
-# -- stages
-
-
 def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> None:
-    """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others.
-
-    Each rank writes its stage's weights as a part of a model in several files; of adapters the first writes all.
-    """
+    """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others."""
     if sharing.stage == 0:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()

@@ -1,7 +1,6 @@
-"""Attention of rows that lie end to end without padding: no row sees another.
+"""Attention of rows that lie end to end without padding: each has its own, on CUDA by PyTorch's `varlen_attn`.
 
-Transformers' own SDPA attention separates such rows by a mask of all tokens times all tokens, which no flash kernel
-takes. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
+Transformers' SDPA attention separates them by a mask of all tokens times all tokens, which no flash kernel takes.
 """
 
 from inspect import signature
@@ -16,11 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SEPARATE_ROWS = "separate_rows"  # its name as an attention implementation; rows that are padded have SDPA's with it
+# decoders that are tested; of others some put more into the mask, which is not made here, than into the arguments
 KINDS = {
     "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",
     "smollm3",
 }  # fmt: skip
-"""Decoders that are tested. Of others some put more into the mask, which is not made here, than into the arguments."""
 WIDEST_HEAD = 256  # that `varlen_attn` takes (aten/.../flash_attn/flash_api.cpp)
 # before PyTorch 2.12 `varlen_attn` accepts grouped-query attention without `enable_gqa`
 ASKED_TO_SHARE_HEADS = "enable_gqa" in signature(varlen_attn).parameters

@@ -1,7 +1,4 @@
-"""A model in stages: each rank holds some of its layers, and the others' are left out before any weight is read.
-
-A stage is the model itself with other stages' layers taken out: names, masks and positions are the whole model's.
-"""
+"""A model in stages: each rank has the model with the other stages' layers taken out before any weight is read."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -55,10 +52,7 @@ class PassThrough(torch.nn.Module):
 
 
 def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
-    """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.
-
-    The last stage of a model whose head is tied to its embeddings keeps a copy of them.
-    """
+    """Take out of `model` what other stages hold; the last one keeps a copy of embeddings that are tied to its head."""
     is_last = stage == max(stage_map.values())
     if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
         model.whole_config = deepcopy(model.config)
