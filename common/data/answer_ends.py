@@ -127,9 +127,8 @@ class Stops:
 
     def settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what `generate` is told."""
-        ids = list(self.token_ids) or None
-        by_texts = {"stop_strings": list(self.texts)} if self.texts else {}
-        return {"eos_token_id": ids, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **by_texts}
+        told = {"eos_token_id": list(self.token_ids) or None, "pad_token_id": tokenizer.pad_token_id}
+        return {**told, "tokenizer": tokenizer, **({"stop_strings": list(self.texts)} if self.texts else {})}
 
     def cut(self, answer: str) -> str:
         """Return an answer without the text that ended it."""

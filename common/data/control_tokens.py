@@ -1,7 +1,4 @@
-"""Control tokens of a tokenizer, such as `<|im_end|>`, in users' texts: counted, and encoded as text.
-
-An added token that is no special one (`<think>`, `<tool_call>`) stays a token: models say these.
-"""
+"""Control tokens, such as `<|im_end|>`, in users' texts: encoded as text; what models say (`<think>`) stays a token."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -69,7 +66,9 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
         ids = tokenizer(token, add_special_tokens=False, **AS_TEXT)["input_ids"]
         # a model of pieces (Unigram) may have it as a piece
         if token != tokenizer.unk_token and tokenizer.convert_tokens_to_ids(token) in ids:
-            raise BadInputError(f"{place_of(row)} has {token!r}, which no text can be for this tokenizer: take it out.")
+            raise BadInputError(
+                f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot write as text: take it out."
+            )
     is_chat = "text" in first and run.goal.converses
     more = "; those that a chat template has written belong into `messages`" if is_chat else ""
     say_once(f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse){more}")

@@ -49,7 +49,12 @@ class Format:
             )
         named = {"id": str(row["id"])} if "id" in row else {}
         if self.messages is None:
-            return {**named, "text": columns["text"]}
+            text = columns["text"]
+            if not isinstance(text, str) or not text.strip():
+                raise BadInputError(
+                    f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it."
+                )
+            return {**named, "text": text}
         try:
             messages = self.messages(columns)
         except TypeError:  # a list where a text is expected, or the other way round

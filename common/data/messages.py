@@ -44,7 +44,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         row = known.convert(filled, where)
-        checked = _check_text(row, where) if is_plain([row]) else check_conversation(row, where, run.train_on)
+        checked = row if is_plain([row]) else check_conversation(row, where, run.train_on)
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -57,13 +57,6 @@ def _begin_said(row: Row) -> str:
     asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
     begins = f"has {len(row['messages'])} messages, and first asks" if len(asked) > 1 else "asks"
     return f"the first {begins} {begin_of(asked[0], 60)!r}"
-
-
-def _check_text(row: Row, where: str) -> Row:
-    text = row["text"]
-    if not isinstance(text, str) or not text.strip():
-        raise BadInputError(f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it.")
-    return row
 
 
 def check_conversation(row: Row, where: str, train_on: str) -> Row:

@@ -37,10 +37,7 @@ ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values by
 
 
 def reference_to(picture: object, folder: Path | None, where: str) -> str:
-    """Return a picture as a file path or a `data:` URI, from a path, bytes, a `datasets` dict, or an open picture.
-
-    `folder`: where paths begin, and must stay; None: rows are not from this machine's disk.
-    """
+    """Return a path in `folder`, bytes, a `datasets` dict or an open picture as a file path or a `data:` URI."""
     if isinstance(picture, dict) and {"bytes", "path"} & picture.keys():
         picture = picture.get("bytes") or picture.get("path")
     if isinstance(picture, Image.Image):
@@ -166,16 +163,11 @@ def with_picture_tokens(ids: list[int], row: Row, tokenizer: Tokenizer) -> list[
 
 
 def picture_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that stand for a row's picture; they depend on its size alone."""
+    """Return the tokens that stand for a row's picture; the processor is asked once for each number of tiles."""
     with _opened(row["picture"], place_of(row)) as picture:
-        size = picture.size
-        if picture.getexif().get(ORIENTATION) in TURNED:
-            size = size[::-1]
-    return _ids_of_size(size, tokenizer.processor)
-
-
-def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
-    """Return the tokens of a picture of so many pixels; the processor is asked once for each number of tiles."""
+        is_turned = picture.getexif().get(ORIENTATION) in TURNED
+        size = picture.size[::-1] if is_turned else picture.size
+    processor = tokenizer.processor
     count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
     what, remedy = f"The processor of {processor.tokenizer.name_or_path}", "Correct it, or pass another --model."
     known = _IDS.setdefault(processor, {})
@@ -198,8 +190,8 @@ def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Tok
     end = len(ids) - ids[::-1].index(tokenizer.processor.image_token_id)
     if end > max_length:
         raise BadInputError(
-            f"{place_of(row)}: the image tokens end at {end:,}, beyond max_length, {max_length:,}, and are never "
-            f"truncated: pass --max_length {end + 64} or more."
+            f"{place_of(row)}: the image tokens end at position {end:,}, beyond max_length, {max_length:,}, and are "
+            f"never truncated: pass --max_length {end + 64} or more."
         )
 
 

@@ -50,7 +50,10 @@ def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
                 )
             yield row, f"{source}, row {number}"
     except csv.Error as error:
-        raise BadInputError(f"{source}, row {number + 1} is no CSV ({error}): correct its quotes.") from None
+        raise BadInputError(
+            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, with nothing between a closing one "
+            "and the separator, or pass the rows as .jsonl."
+        ) from None
 
 
 def _delimiter_of(sample: list[str], source: str) -> str:
@@ -74,10 +77,7 @@ def _is_padded(sample: list[str], delimiter: str) -> bool:
 
 
 def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
-    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`.
-
-    JSON may be a list of rows, a row, an object that holds rows by any name, or pandas' table.
-    """
+    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`."""
     head = first_lines(lines)
     first = head[-1].strip() if head else ""
     is_list = first.startswith("[")

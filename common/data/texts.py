@@ -81,7 +81,8 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(
-                f"{where} has no column {name!r} (there are: {listed(row)}): pass --{key}_column with another name."
+                f"{where} has no column {name!r} (there are: {listed(row)}): correct it, or pass --{key}_column with "
+                "another name."
             )
         if isinstance(row[name], list | dict):
             found = begin_of(row[name], 40)
@@ -94,7 +95,8 @@ def with_classes(splits: Splits) -> Splits:
     classes = {label: number for number, label in enumerate(label_names(splits))}
     if len(classes) < 2:
         raise BadInputError(
-            f"All {len(splits.train)} training rows have the label {next(iter(classes))!r}: look at --label_column."
+            f"All {len(splits.train)} training rows have the label {next(iter(classes))!r}: there must be two to "
+            "choose from; look at --data and --label_column."
         )
     near = near_labels(classes)
     if near:

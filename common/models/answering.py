@@ -50,10 +50,7 @@ def load_answering(
     quantized: bool = True,
     device_map: dict[str, str | int] | None = None,
 ) -> PreTrainedModel:
-    """Load the base, or the model in `source`, to answer: by `device_map`, or in stages where training divides weights.
-
-    Called on every rank; `quantized` as `load_base_model`'s.
-    """
+    """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank."""
     run, stages = answering_run(run), 1 if device_map else answering_stages(run)
     if stages == 1:
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)

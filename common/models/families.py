@@ -24,10 +24,7 @@ Changes = tuple[dict[str, object], str]  # settings, and why they are others
 
 
 def suited_to_model(run: RunConfig) -> RunConfig:
-    """Return the run with those defaults changed that cannot work with its model, and say once which.
-
-    A setting that is not at its default stays: what was asked for is refused later, not replaced.
-    """
+    """Return the run with defaults changed that cannot work with its model, said once; what was asked for stays."""
     config = checked_config(run)
     check_heads(run)
     for suited in (_attention, _padding, _targets, _dropout, _device_map):

@@ -22,7 +22,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -222,22 +221,17 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
         raise BadInputError(
             f"The processor of {run.model} has no chat template: pass a --model such as HuggingFaceTB/SmolVLM-Instruct."
         )
-    if run.weights == "random":
-        _make_one_square(processor, checked_config(run))
+    if run.weights == "random":  # it makes one square of each picture, as large as the model reads
+        config = checked_config(run)
+        if not hasattr(config, "scale_factor"):
+            raise BadInputError(
+                f"weights is random, but none are made for {config.model_type}: pass --model smolvlm-instruct."
+            )
+        side, patch = config.vision_config.image_size, config.vision_config.patch_size
+        processor.image_seq_len = (side // patch // config.scale_factor) ** 2
+        processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
     tokenizer.processor = processor
     return tokenizer
-
-
-def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> None:
-    # of each picture, as large as the model reads
-    scale_factor = getattr(config, "scale_factor", None)
-    if scale_factor is None:
-        raise BadInputError(
-            f"weights is random, but none are made for {config.model_type}: pass --model smolvlm-instruct."
-        )
-    side, patch = config.vision_config.image_size, config.vision_config.patch_size
-    processor.image_seq_len = (side // patch // scale_factor) ** 2
-    processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -191,10 +191,7 @@ def _layer_names(model: PreTrainedModel) -> list[str]:
 
 
 def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
-    """Place and plan the run's largest batch before its model loads; refuse what cannot fit.
-
-    Return the run with as many rows validated and answered at once as planned.
-    """
+    """Place and plan a run before its model loads; return it with as many rows evaluated at once as planned."""
     gpu = gpu_here() if run.device == "cuda" else None
 
     def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
@@ -277,10 +274,7 @@ def check_host(plan: Plan, available_bytes: int) -> None:
 
 
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
-    """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch, projected.
-
-    Accelerate's is left out where it gives a device no layer; of an unknown architecture there are the layers alone.
-    """
+    """Return a table of device maps: layers, projected peaks, largest batch; of unknown architectures layers alone."""
     if _is_placed_by_modules(run):
         maps = dict.fromkeys(["auto", "even", run.device_map])
         placed = (_placement_by_modules(run, device_map, gpu or _gpu_of(run)).layers for device_map in maps)

@@ -70,7 +70,13 @@ def attend_within_rows(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if not dropout and _kernel_takes(query, value):
-        return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+        # rotated under autocast, queries and keys are fp32
+        tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
+        window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
+        heads = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKED_TO_SHARE_HEADS else {}
+        about = {"scale": scaling, "window_size": window, **heads}
+        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        return varlen_attn(*tokens_first, *borders, **about).unsqueeze(0), None
     return _row_by_row(query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
 
 
@@ -102,24 +108,6 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     width = value.shape[-1]
     fits = query.shape[-1] == width <= WIDEST_HEAD and width % 8 == 0 and value.element_size() == 2
     return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    borders: torch.Tensor,
-    longest: int,
-) -> torch.Tensor:
-    # rotated under autocast, queries and keys are fp32
-    tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-    window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
-    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKED_TO_SHARE_HEADS else {}
-    return varlen_attn(
-        *tokens_first, borders, borders, longest, longest, scale=scaling, window_size=window, **heads
-    ).unsqueeze(0)
 
 
 def _window(query: torch.Tensor, size: int | None) -> torch.Tensor | None:

@@ -78,16 +78,13 @@ def load_stage(
     source: str | Path | None = None,
     quantized: bool = True,
 ) -> PreTrainedModel:
-    """Return one stage of the base model, or of the model in `source`; nothing else of it is read into memory.
-
-    Random weights are drawn for all modules, one after the other: they are the same at any number of stages.
-    """
+    """Return one stage of the base model, or of the model in `source`; nothing else of it is read into memory."""
 
     def cut_unread(model: PreTrainedModel) -> None:
         cut(model, stage_map, stage)
         model._keys_to_ignore_on_load_unexpected = {r".*"}  # other stages' weights
 
-    def drop_unheld(name: str, module: torch.nn.Module) -> None:
+    def drop_unheld(name: str, module: torch.nn.Module) -> None:  # of random weights, alike at any number of stages
         is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")  # the head's, if they are tied
         if stage_of(name, stage_map) != stage and not is_copied:
             for key, weight in module.named_parameters(recurse=False):
@@ -101,10 +98,8 @@ def load_stage(
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
-    """Put adapters on this stage's layers, with the starting values that they would have on one device.
-
-    Adapters draw random numbers: so those of other stages are made, too, beside layers on `meta`, and taken out.
-    """
+    """Put adapters on this stage's layers, with the starting values that they would have on one device."""
+    # adapters draw random numbers: those of other stages are made, too, beside layers on `meta`, and taken out
     with torch.device("meta"):
         whole = model_class(run, model.config)(model.config)
     for name in stage_map:

@@ -62,10 +62,7 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 
 
 def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
-    """Return the linear layers of the language part that `target_modules` names, as in PEFT; `all-linear`: every one.
-
-    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers.
-    """
+    """Return the linear layers, `Conv1D` and experts too, of the language part that `target_modules` names."""
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
         name: module for name, module in model.named_modules()
@@ -219,10 +216,7 @@ def idle_weights(model: PreTrainedModel) -> int:
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Return how many parameters are trained, and how many multiply a token.
-
-    An embedding that is not also the head is only looked up, and a vision tower multiplies patches, not tokens.
-    """
+    """Return how many parameters are trained, and how many multiply a token: neither lookups nor a vision tower do."""
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     seeing = sum(weight_counts(base.get_submodule(name)) for name in vision_modules(base))

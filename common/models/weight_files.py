@@ -31,10 +31,7 @@ class WeightInFile:
 
 
 def weights_in_files(source: str | Path, revision: str = "") -> dict[str, WeightInFile]:
-    """Return where each weight of a model's folder or Hub id is, by its name in the files; no tensor is read.
-
-    There are none of pickled weights (`.bin`), nor of a model of which a file is not in the Hub's cache yet.
-    """
+    """Return where each weight of a model is, by its name; empty if they are pickled, or not all in the cache yet."""
     single = _find(source, SAFE_WEIGHTS_NAME, revision)
     index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision)
     if single:
@@ -92,7 +89,6 @@ def check_weight_files(
 
 
 def _check_readable_in_parts(run: RunConfig) -> None:
-    """Refuse pickled weights where ranks read parts of a model: such a file is read as a whole."""
     sharing = run.parallelism
     if not (sharing.shards_weights or sharing.splits_matrices or sharing.pipelines):
         return
@@ -109,7 +105,6 @@ def _check_readable_in_parts(run: RunConfig) -> None:
 
 
 def _find(source: str | Path, name: str, revision: str) -> Path | None:
-    """Return a file of a folder or of a Hub id's in the cache, or None where there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
