@@ -54,8 +54,7 @@ def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
     if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
         found = begin_of(templates if has_default else list(templates), 60)
         raise BadInputError(
-            f"The tokenizer of {model} has the chat template {found}, but needs a text, of several one called {DEFAULT}"
-            ": correct its tokenizer_config.json."
+            f"The tokenizer of {model} has the chat template {found}, but needs a text, or one called {DEFAULT}."
         )
 
 

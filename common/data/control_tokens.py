@@ -57,9 +57,7 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
     if not first_of:
         return
     token, first = next(iter(first_of.items()))
-    found = (
-        f"{count:,} of {total:,} rows have control tokens in their texts (the first: {token!r} in {place_of(first)})"
-    )
+    found = f"{count:,} of {total:,} rows have control tokens in their texts (first: {token!r} in {place_of(first)})"
     if run.control_tokens == "refuse":
         raise BadInputError(f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text.")
     for token, row in first_of.items():

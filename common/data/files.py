@@ -72,9 +72,7 @@ def suffix_of(source: str) -> str:
     """Return the suffix of a file or URL without that of its compression; refuse an archive, or compressed Parquet."""
     suffix, compression = suffixes_of(source)
     if suffix in ARCHIVES or (compression and suffix in BINARY):
-        raise BadInputError(
-            f"The data file {source} is an archive, which is not read: unpack it ({', '.join(TABLES)})."
-        )
+        raise BadInputError(f"The file {source} is an archive, which is not read: unpack it ({', '.join(TABLES)}).")
     return suffix
 
 

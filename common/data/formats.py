@@ -52,7 +52,7 @@ class Format:
             text = columns["text"]
             if not isinstance(text, str) or not text.strip():
                 raise BadInputError(
-                    f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it."
+                    f"{where} has {begin_of(text)!r} as its `text`, which should be a text: correct it."
                 )
             return {**named, "text": text}
         try:
@@ -116,9 +116,7 @@ def with_lists(row: Row, where: str) -> Row:
         if are_messages(found):
             read[name] = found
         elif found is value and MESSAGES_BEGIN.match(value):
-            raise BadInputError(
-                f"{where} has messages in {name!r} as no JSON: {begin_of(value)}; export them as .jsonl."
-            )
+            raise BadInputError(f"{where} has messages in {name!r} as no JSON: {begin_of(value)}; save them as .jsonl.")
     return read
 
 
@@ -196,15 +194,11 @@ def normalised(messages: object, where: str) -> list[Message]:
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
-    kept = {
-        key: value for key, value in message.items() if value is not None and key not in ("from", "value", *WEIGHTS)
-    }
+    kept = {key: part for key, part in message.items() if part is not None and key not in ("from", "value", *WEIGHTS)}
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
     if odd:
-        raise BadInputError(
-            f"{where} has a message with the {odd} {begin_of(weights[odd])!r}: it is 0 or 1; correct it."
-        )
+        raise BadInputError(f"{where} has a message of {odd} {begin_of(weights[odd])!r}: it is 0 or 1; correct it.")
     if 0 in weights.values():
         kept["weight"] = 0
     speaker, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))

@@ -27,9 +27,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> None:
     """Compile each layer in place, for batches of any shape; the code is made when a layer is first called."""
-    torch._dynamo.config.optimize_ddp = (
-        False  # within DDP it would split a layer wherever a bucket of gradients is full
-    )
+    torch._dynamo.config.optimize_ddp = False  # else DDP's layers are split wherever a bucket of gradients is full
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
 

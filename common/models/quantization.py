@@ -83,9 +83,8 @@ def quantize_as(
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
     """Return what a quantized model's weights take, adapters left out, and what they would in `unquantized_dtype`."""
     quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
-    others = [
-        weight for name, weight in model.named_parameters() if id(weight) not in quantized and "lora_" not in name
-    ]
+    plain = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in quantized)
+    others = [weight for name, weight in plain if "lora_" not in name]
     weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
     size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
     other_weights = sum(weight.numel() for weight in others)
