@@ -54,7 +54,7 @@ def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
     if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
         found = begin_of(templates if has_default else list(templates), 60)
         raise BadInputError(
-            f"The tokenizer of {model} has the chat template {found}, but needs a text, or one called {DEFAULT}."
+            f"The tokenizer of {model} has the chat template {found}, but needs a text, or one named {DEFAULT}: add it."
         )
 
 
@@ -111,7 +111,10 @@ def say_ends(tokenizer: Tokenizer, model: str) -> str:
     if end is None:
         return ""
     if end.text:
-        return f"{model}: answers end with the text {end.text!r}, by its chat template: no token, but a stop text"
+        return (
+            f"{model}: answers end with the text {end.text!r}, by its chat template, which is no token: generation "
+            "stops where it is written, and programs other than these need it as a stop text"
+        )
     own = f"its tokenizer's end token is {tokenizer.eos_token}" if tokenizer.eos_token else "its tokenizer names none"
     name = tokenizer.convert_ids_to_tokens(end.token_id)
     return f"{model}: answers end with {name}, by its chat template ({own}): generation stops there, too"

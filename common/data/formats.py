@@ -116,7 +116,9 @@ def with_lists(row: Row, where: str) -> Row:
         if are_messages(found):
             read[name] = found
         elif found is value and MESSAGES_BEGIN.match(value):
-            raise BadInputError(f"{where} has messages in {name!r} as no JSON: {begin_of(value)}; save them as .jsonl.")
+            raise BadInputError(
+                f"{where} has messages in {name!r} as a text that is no JSON: {begin_of(value)}; save them as .jsonl."
+            )
     return read
 
 

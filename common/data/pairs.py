@@ -50,7 +50,9 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
     missing = [name for name in ANSWERS if name not in row]
     if missing:
-        raise BadInputError(f"{where} has no {missing[0]!r} (its columns: {listed(row)}): add it, of {COLUMNS}.")
+        raise BadInputError(
+            f"{where} has no {missing[0]!r} (its columns: {listed(row)}): pairs have {COLUMNS}; add it."
+        )
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:

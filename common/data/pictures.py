@@ -24,15 +24,7 @@ URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above so many
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
 TRANSPARENT_MODES = ("RGBA", "LA", "PA")  # on white they become RGB
-FORMATS = (
-    "BMP",
-    "GIF",
-    "JPEG",
-    "PNG",
-    "PPM",
-    "TIFF",
-    "WEBP",
-)  # all that is read: of others Ghostscript would be started
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # all that is read: others could start Ghostscript
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values by which width and height are exchanged
 
 

@@ -159,9 +159,10 @@ class _SummedLoss(torch.autograd.Function):
 def _sums(
     of_trained: list[torch.Tensor], of_tokens: torch.Tensor, gradients: tuple[torch.Tensor, ...], chunks: int
 ) -> list[torch.Tensor]:
-    """Put a chunk's first gradient into `of_tokens`, add the others to sums in fp32 (bits would be lost), return these.
+    """Put a chunk's first gradient into `of_tokens`, add the others to the sums, and return these.
 
-    It is a function as a loop's names would hold the gradients while those of the next chunk come.
+    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A loop's names would hold
+    the gradients while those of the next chunk come.)
     """
     of_tokens.copy_(gradients[0])
     if not of_trained:

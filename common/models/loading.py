@@ -143,7 +143,9 @@ def _check_folder(folder: Path, model: str) -> Path:
         raise BadInputError(f"The model folder {model} has no weights ({names}): copy them there, or pass another.")
     config = read_config(folder / "config.json", model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
-        raise BadInputError(f"The model folder {model} brings code of its own (auto_map), which is not run.")
+        raise BadInputError(
+            f"The folder {model} brings code of its own (auto_map), which is not run: pass another --model."
+        )
     return folder
 
 
@@ -173,7 +175,7 @@ def check_liger(run: RunConfig) -> None:
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own."""
-    if run.weights == "random" or run.goal.sees or not run.goal.chats:  # else a template says that it chats
+    if run.weights == "random" or run.goal.sees or not run.goal.chats:  # what chats has a template
         checked_config(run)
     if run.goal.sees:
         tokenizer = _tokenizer_with_processor(run)
@@ -222,7 +224,7 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     if run.weights == "random":  # it makes one square of each picture, as large as the model reads
         config = checked_config(run)
         if not hasattr(config, "scale_factor"):
-            raise BadInputError(f"weights is random, but not made for {config.model_type}: pass smolvlm-instruct.")
+            raise BadInputError(f"random weights are not made for {config.model_type}: pass --model smolvlm-instruct.")
         side, patch = config.vision_config.image_size, config.vision_config.patch_size
         processor.image_seq_len = (side // patch // config.scale_factor) ** 2
         processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}

@@ -138,7 +138,7 @@ def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
 
 
 def leave_casts_to_autocast(model: PeftModel) -> None:
-    """Let adapters take their inputs as they are under autocast: PEFT makes an fp32 copy for each, which it casts back.
+    """Let adapters take their inputs as they are under autocast: PEFT casts each to fp32, and autocast casts it back.
 
     The numbers are the same, except for dropout on a CPU, which then scales by a factor in 16 bits.
     """
