@@ -101,8 +101,8 @@ DATA = (
     Fault(
         "padding is learnt",
         "common/data/batches.py",
-        "label_pad_token_id=IGNORED_LABEL, pad_to",
-        "label_pad_token_id=tokenizer.pad_token_id, pad_to",
+        '"label_pad_token_id": IGNORED_LABEL',
+        '"label_pad_token_id": tokenizer.pad_token_id',
         _unit("data", "batches_are_as_long_as_is_planned_for_them"),
     ),
     Fault(
@@ -944,8 +944,8 @@ MODELS_AND_ROWS = (
     Fault(
         "a photograph that was taken upright has the tokens of a wide one",
         "common/data/pictures.py",
-        "in TURNED:\n",
-        "in ():\n",
+        "in TURNED\n",
+        "in ()\n",
         _unit("pictures", "the_tokens_of_a_large_picture_are_the_processor_s_also_where_the_camera_was_turned"),
     ),
     Fault(

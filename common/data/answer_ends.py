@@ -1,7 +1,4 @@
-"""What ends an answer: learnt from the chat template, and used alike wherever a model answers or is handed on.
-
-A base's tokenizer often names another end token than its template writes: generation would go on behind each answer.
-"""
+"""What ends an answer, by the chat template: a base's tokenizer often names another end token than that writes."""
 
 import json
 import signal
@@ -44,9 +41,7 @@ def in_time(what: str) -> Iterator[None]:
     try:
         yield
     except _TooSlow:
-        raise BadInputError(
-            f"{what} was not written within {RENDERING_S} seconds of computing: correct the template's loops in loops."
-        ) from None
+        raise BadInputError(f"{what} was not written within {RENDERING_S} seconds: correct its loops.") from None
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
@@ -59,8 +54,7 @@ def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
     if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
         found = begin_of(templates if has_default else list(templates), 60)
         raise BadInputError(
-            f"The tokenizer of {model} has the chat template {found}, but needs a text, of several one called "
-            f"{DEFAULT}: correct its tokenizer_config.json, or pass another --model."
+            f"The tokenizer of {model} has the chat template {found}, but needs a text, or one named {DEFAULT}: add it."
         )
 
 
@@ -110,8 +104,8 @@ def say_ends(tokenizer: Tokenizer, model: str) -> str:
     ends = answer_ends(tokenizer)
     if not all(end.token_id is not None or end.text for end in ends):
         return (
-            f"WARNING: the chat template of {model} writes nothing after an answer, so that a model cannot learn where "
-            "to end: answers go on up to --max_new_tokens; let the template write an end, such as {{ eos_token }}"
+            f"WARNING: the chat template of {model} writes nothing after an answer: a model cannot learn where to end; "
+            "let the template write an end, such as {{ eos_token }}"
         )
     end = next((end for end in ends if end.token_id is None or end.token_id != tokenizer.eos_token_id), None)
     if end is None:
@@ -135,9 +129,8 @@ class Stops:
 
     def settings(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return what `generate` is told."""
-        ids = list(self.token_ids) or None
-        by_texts = {"stop_strings": list(self.texts)} if self.texts else {}
-        return {"eos_token_id": ids, "pad_token_id": tokenizer.pad_token_id, "tokenizer": tokenizer, **by_texts}
+        told = {"eos_token_id": list(self.token_ids) or None, "pad_token_id": tokenizer.pad_token_id}
+        return {**told, "tokenizer": tokenizer, **({"stop_strings": list(self.texts)} if self.texts else {})}
 
     def cut(self, answer: str) -> str:
         """Return an answer without the text that ended it."""
@@ -150,11 +143,9 @@ def stops_of(tokenizer: Tokenizer, known: int | Sequence[int] | None = None) -> 
     """Return where generation stops: by tokenizer, chat template, and the `known` ids of a generation config."""
     ends = answer_ends(tokenizer)
     of_config = [known] if isinstance(known, int) else known or []
-    ids = (tokenizer.eos_token_id, *(end.token_id for end in ends), *of_config)
-    return Stops(
-        tuple(dict.fromkeys(number for number in ids if number is not None)),
-        tuple(dict.fromkeys(end.text for end in ends if end.text)),
-    )
+    ids = dict.fromkeys([tokenizer.eos_token_id, *(end.token_id for end in ends), *of_config])
+    texts = dict.fromkeys(end.text for end in ends if end.text)
+    return Stops(tuple(number for number in ids if number is not None), tuple(texts))
 
 
 def saved_stops(folder: Path, tokenizer: Tokenizer) -> Stops:

@@ -36,13 +36,9 @@ def longest_first(rows: Sequence[Tokens]) -> Sequence[Tokens]:
 
 
 def make_collator(tokenizer: Tokenizer, model: PreTrainedModel | None = None, multiple: int = 0) -> Collate:
-    """Return a collator that pads a batch on the right, without attention and labels there, to a `multiple` of tokens.
-
-    With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels shifted right by one.
-    """
-    return DataCollatorForSeq2Seq(
-        tokenizer, model=model, label_pad_token_id=IGNORED_LABEL, pad_to_multiple_of=multiple or None
-    )
+    """Return a collator that pads batches on the right; an encoder-decoder `model` adds the decoder's inputs."""
+    about = {"label_pad_token_id": IGNORED_LABEL, "pad_to_multiple_of": multiple or None}
+    return DataCollatorForSeq2Seq(tokenizer, model=model, **about)
 
 
 def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -62,10 +58,7 @@ def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def lay_end_to_end(rows: list[Tokens]) -> dict[str, Any]:
     """Collate rows into one, with positions and borders for attention, and no label on a row's first token."""
     numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
-    return {**_FLATTEN(rows), **numbers}
-
-
-_FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return {**DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows), **numbers}
 
 
 class TrainingRows(Dataset[Tokens]):
@@ -92,13 +85,12 @@ SORTED_STEPS = 4  # whose rows are sorted by length together: few, so that neigh
 class EpochBatches(Sampler[list[int]]):
     """Draw the row numbers of this rank's batches so that every row is used once per epoch, at any world size.
 
-    The order is drawn from seed and epoch. Within windows of `sorted_steps` steps, rows are sorted by length and cut
-    into the steps' batches, so that little is padded; the order of the steps is shuffled again, as going from long to
-    short rows teaches less per epoch. With windows of one step the order is random.
+    The order is drawn from seed and epoch. In windows of `sorted_steps` steps rows are sorted by length and cut into
+    batches, so that little is padded; the steps are shuffled again: from long to short rows teaches less per epoch.
 
-    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out longest row
-    first, there and back, so that ranks have about the same work. Where the last batches have fewer rows than ranks,
-    the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat or drop rows there.)
+    A step's rows are the same for any number of ranks and micro-batches: dealt out longest first, there and back, so
+    that ranks have about the same work. Where rows are fewer than ranks, the others get `NO_ROW` (PyTorch's and
+    Accelerate's samplers repeat or drop rows there).
     """
 
     def __init__(
@@ -185,8 +177,7 @@ def partition(row_count: int, parts: int, seed: int) -> list[list[int]]:
 class PartitionedBatches(EpochBatches):
     """Draw the batches of ranks that each have their own part of the rows, so that a machine may hold that alone.
 
-    A step has `batch_size` rows of each part and micro-batch, however many ranks there are: fewer ranks than parts, say
-    after a machine was lost, take several parts each. Order and padding are those of `EpochBatches`, within each part.
+    A step has `batch_size` rows of each part: fewer ranks than parts, say after a machine was lost, take several each.
     """
 
     def __init__(self, *args: Any, parts: int, **kwargs: Any) -> None:
@@ -202,7 +193,7 @@ class RepeatedBatch(EpochBatches):
     """The same batch again and again: all rows at once, in order, on every rank; an epoch has one step."""
 
     def steps(self) -> Iterator[list[int]]:
-        """Yield the rows of the step."""
+        """Yield all rows."""
         yield list(range(len(self.lengths)))
 
     def micro_batches(self, step: list[int]) -> list[list[int]]:

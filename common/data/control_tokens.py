@@ -1,7 +1,4 @@
-"""Control tokens of a tokenizer, such as `<|im_end|>`, inside users' texts: found, counted, and encoded as text.
-
-An added token that is no special one (`<think>`, `<tool_call>`) stays a token: models say these.
-"""
+"""Control tokens, such as `<|im_end|>`, in users' texts: encoded as text; what models say (`<think>`) stays a token."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -60,10 +57,7 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
     if not first_of:
         return
     token, first = next(iter(first_of.items()))
-    found = (
-        f"{count:,} of {total:,} rows have control tokens of the tokenizer in their texts "
-        f"(the first: {token!r} in {place_of(first)})"
-    )
+    found = f"{count:,} of {total:,} rows have control tokens in their texts (first: {token!r} in {place_of(first)})"
     if run.control_tokens == "refuse":
         raise BadInputError(f"{found}, which control_tokens refuses: take them out, or pass --control_tokens text.")
     for token, row in first_of.items():
@@ -73,11 +67,9 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
             raise BadInputError(
                 f"{place_of(row)} has {token!r} in its texts, which this tokenizer cannot write as text: take it out."
             )
-    has_template = "; those that a chat template has written belong into `messages`" if "text" in first else ""
-    say_once(
-        f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse)"
-        f"{has_template if run.goal.converses else ''}"
-    )
+    is_chat = "text" in first and run.goal.converses
+    more = "; those that a chat template has written belong into `messages`" if is_chat else ""
+    say_once(f"WARNING: {found}: they are read as text (to refuse such rows, pass --control_tokens refuse){more}")
 
 
 def marked(value: Any, pattern: re.Pattern[str]) -> Any:

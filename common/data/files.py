@@ -29,14 +29,13 @@ TABLES = (".jsonl", ".json", ".csv", ".tsv", ".ndjson", *BINARY)  # files of row
 TEXT_FILE = ".txt"
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-BEGINNINGS = {
+BEGINNINGS = {  # of files that are not what their names say
     b"version https://git-lfs": "a pointer of Git LFS instead of the file: run `git lfs pull` in its folder",
     b"PK\3\4": "a spreadsheet (save it as .csv) or an archive (unpack it)",
     b"\xd0\xcf\x11\xe0": "an old spreadsheet (.xls): save it as .csv",
     b"\x1f\x8b": "compressed: let its name end in .gz",
     b"PAR1": "Parquet: let its name end in .parquet",
 }
-"""What files begin with that are not what their names say."""
 BEGIN_BYTES = 64
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 NOT_FOUND = (404, 410)  # answers of HTTP: there is no such file
@@ -73,10 +72,7 @@ def suffix_of(source: str) -> str:
     """Return the suffix of a file or URL without that of its compression; refuse an archive, or compressed Parquet."""
     suffix, compression = suffixes_of(source)
     if suffix in ARCHIVES or (compression and suffix in BINARY):
-        raise BadInputError(
-            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with what was in it "
-            f"({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
-        )
+        raise BadInputError(f"The file {source} is an archive, which is not read: unpack it ({', '.join(TABLES)}).")
     return suffix
 
 
@@ -172,8 +168,7 @@ def _whole_lines(file: TextIOWrapper, source: str, packed_bytes: int) -> Iterato
 
 def _is_bomb(source: str) -> BadInputError:
     return BadInputError(
-        f"The data file {source} grows to more than {BOMB_RATIO:,} times its size when it is unpacked, or has more "
-        "rows than bytes: unpack it, and look at it."
+        f"The data file {source} grows to over {BOMB_RATIO:,} times its size, or has more rows than bytes: look at it."
     )
 
 
@@ -192,7 +187,7 @@ def _not_utf8(source: str) -> BadInputError:
 
 
 def _likely(line: bytes, place: int, following: bytes) -> str:
-    """Return which encoding a line probably has, and how it reads around a byte, so that a wrong guess is seen."""
+    """Return which encoding a line probably has, and how it reads around a byte."""
     matches = from_bytes(line[: place + SAMPLE_BYTES] + following)
     best = matches.best()
     if best is None:

@@ -77,8 +77,7 @@ def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[s
         raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it: drop it.")
     found = found or by_names(names, kind.suffixes)
     if not found:
-        there = f" (there are: {shown(names)})" if names else ""
-        train = f"{folder}/train{kind.suffixes[0]}"
+        train, there = f"{folder}/train{kind.suffixes[0]}", f" (there are: {shown(names)})" if names else ""
         raise BadInputError(f"The data file {train} does not exist{there}: make it, {kind.holds}.")
     read = {name for files in found.values() for name in files}
     known = _all_suffixes(kind.suffixes)
@@ -128,8 +127,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
         }
     lacking = next((split for split, files in found.items() if not files), None)
     if lacking:
-        listed = ", ".join(patterns[lacking])
-        raise BadInputError(f"The card of {folder} says that {lacking} is {listed}, but there is none: fetch it.")
+        raise BadInputError(f"The card of {folder} has {patterns[lacking]} as {lacking}, but there is none: fetch it.")
     found = found or by_names(below, suffixes)
     return {split: [start + each for each in files] for split, files in found.items()}
 
@@ -137,8 +135,8 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
 def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[str]]:
     """Return the files of each split by their names, or by those of their folders, as `datasets` does.
 
-    Of files that are called by a split alone the first counts; shards come before others that have its name in them,
-    and files of one kind are taken. Files without the name of a split are for training if no others are.
+    Files called by a split alone come first, then shards, then others with its name in them; all are of one kind. What
+    names no split is for training if nothing else is.
     """
     order = {suffix: place for place, suffix in enumerate(_all_suffixes(suffixes))}
     splits: dict[str, list[str]] = {}

@@ -10,18 +10,17 @@ from PIL.Image import Image
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
-from common.data.rows import Row, place_of
+from common.data.rows import Row, listed, place_of
 from common.data.tool_calls import from_text
 
 Message = dict[str, object]  # `role` and `content`; an assistant's may have `tool_calls` instead of a content
 
-ROLES = {
+ROLES = {  # by the names that speakers have in ShareGPT's files, those that chat templates know
     "human": "user", "user": "user", "prompter": "user",
     "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
     "system": "system",
     "tool": "tool", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-"""Names that speakers have in ShareGPT's files, and the roles that chat templates know."""
 QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
 WEIGHTS = ("weight", "train", "training", "loss")  # OpenAI's key for what is not learnt, and other trainers'
@@ -46,12 +45,16 @@ class Format:
         missing = [name for name in self.needs if name not in columns]
         if missing:
             raise BadInputError(
-                f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}), but its file is "
-                f"read as {self}: correct it, or give rows of another format a file of their own."
+                f"{where} has no {missing[0]!r} (its columns: {listed(row)}), but is read as {self}: correct it."
             )
         named = {"id": str(row["id"])} if "id" in row else {}
         if self.messages is None:
-            return {**named, "text": columns["text"]}
+            text = columns["text"]
+            if not isinstance(text, str) or not text.strip():
+                raise BadInputError(
+                    f"{where} has {begin_of(text)!r} as its `text`, which should be a text: correct it."
+                )
+            return {**named, "text": text}
         try:
             messages = self.messages(columns)
         except TypeError:  # a list where a text is expected, or the other way round
@@ -114,13 +117,12 @@ def with_lists(row: Row, where: str) -> Row:
             read[name] = found
         elif found is value and MESSAGES_BEGIN.match(value):
             raise BadInputError(
-                f"{where} has messages in the column {name!r} as a text that is no JSON: {begin_of(value)}; export its "
-                "table as .jsonl or .parquet."
+                f"{where} has messages in {name!r} as a text that is no JSON: {begin_of(value)}; save them as .jsonl."
             )
     return read
 
 
-FORMATS = (
+FORMATS = (  # the first whose columns are there is taken
     Format("messages", ("messages",), lambda row: row["messages"]),
     Format("ShareGPT", ("conversations",), lambda row: [*system_of(row), *row["conversations"]]),
     Format("ShareGPT", ("conversation",), lambda row: [*system_of(row), *row["conversation"]]),
@@ -129,14 +131,11 @@ FORMATS = (
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
     Format("plain text", ("text",), None),
 )
-"""The first whose columns are there is taken."""
-
-ELSEWHERE = {
+ELSEWHERE = {  # columns of rows that are for other tasks, and where to go with them
     ("prompt", "completion", "label"): "answers that were found good or bad, for which there is no technique here yet; "
     "to learn them all, rename the column label",
     **{columns: f"{task.rows_are}: go to {task.folder_for_one}" for task in TASKS.values() for columns in task.told_by},
 }
-"""Columns of rows that are for other tasks, and where to go with them."""
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of texts in OpenAI's interfaces and in templates
@@ -144,27 +143,26 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of texts in OpenAI's
 
 def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     """Return the format of a file with these columns, if `prompt_column` and `completion_column` do not say it."""
-    there = [str(name).lower() for name in columns]
-    listed = ", ".join(map(str, columns)) or "none"
+    there, names_here = [str(name).lower() for name in columns], listed(columns)
     asked = {key: getattr(run, key) for key in ("prompt_column", "completion_column")}
     for key, name in asked.items():
         if name and name.lower() not in there:
-            raise BadInputError(f"{source} has no column {name!r} (there are: {listed}): pass another --{key}.")
+            raise BadInputError(f"{source} has no column {name!r} (there are: {names_here}): pass another --{key}.")
     if any(asked.values()):
         if not all(asked.values()):
             said = " and ".join(f"{key} is {name!r}" for key, name in asked.items())
-            raise BadInputError(f"{said}: pass both (columns: {listed}).")
+            raise BadInputError(f"{said}: pass both (columns: {names_here}).")
         return _question_and_answer(*(name.lower() for name in asked.values()))
     for names, task in ELSEWHERE.items():
         if set(names) <= set(there) and "messages" not in there:
-            raise BadInputError(f"{source} has the columns {listed}: these are {task}.")
+            raise BadInputError(f"{source} has the columns {names_here}: these are {task}.")
     for each in FORMATS:
         if set(each.needs) <= set(there):
             return each
     if len(columns) == 1:
-        raise BadInputError(f"{source} has the column {listed} alone: there is no column of answers; add one.")
+        raise BadInputError(f"{source} has the column {names_here} alone: there is no column of answers; add one.")
     raise BadInputError(
-        f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
+        f"{source} has the columns {names_here}, which are no format that is known here (messages, conversations, "
         "instruction and output, prompt and completion, question and answer, text): name two of them with "
         "--prompt_column and --completion_column."
     )
@@ -177,8 +175,7 @@ def refuse_pictures(row: Row, where: str) -> None:
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
         if is_named or _is_picture(value) or (column in ("image", "images") and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or leave that column "
-                "out, in chats also by naming others with --prompt_column and --completion_column."
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or leave it out."
             )
 
 
@@ -199,15 +196,11 @@ def normalised(messages: object, where: str) -> list[Message]:
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
-    kept = {
-        key: value for key, value in message.items() if value is not None and key not in ("from", "value", *WEIGHTS)
-    }
+    kept = {key: part for key, part in message.items() if part is not None and key not in ("from", "value", *WEIGHTS)}
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
     odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
     if odd:
-        raise BadInputError(
-            f"{where} has a message with {begin_of(weights[odd])!r} as its {odd!r}: the weight is 0 or 1; correct it."
-        )
+        raise BadInputError(f"{where} has a message of {odd} {begin_of(weights[odd])!r}: it is 0 or 1; correct it.")
     if 0 in weights.values():
         kept["weight"] = 0
     speaker, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))

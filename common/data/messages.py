@@ -20,8 +20,8 @@ from common.data.templates import check_template, encode
 from common.data.tool_calls import from_text, with_calls, with_tools
 
 TURN = "user( call( tool)+)* "
+# a `call` is an assistant's message that calls tools, which may also be the last answer
 CONVERSATION = re.compile(f"(system )?({TURN}assistant )*{TURN}(assistant|call)")
-"""The order of turns; a `call` is an assistant's message that calls tools, which may also be the last answer."""
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -44,7 +44,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         row = known.convert(filled, where)
-        checked = _check_text(row, where) if is_plain([row]) else check_conversation(row, where, run.train_on)
+        checked = row if is_plain([row]) else check_conversation(row, where, run.train_on)
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -57,13 +57,6 @@ def _begin_said(row: Row) -> str:
     asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
     begins = f"has {len(row['messages'])} messages, and first asks" if len(asked) > 1 else "asks"
     return f"the first {begins} {begin_of(asked[0], 60)!r}"
-
-
-def _check_text(row: Row, where: str) -> Row:
-    text = row["text"]
-    if not isinstance(text, str) or not text.strip():
-        raise BadInputError(f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it.")
-    return row
 
 
 def check_conversation(row: Row, where: str, train_on: str) -> Row:
@@ -113,7 +106,7 @@ def turns_of(row: Row) -> list[str]:
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
-    """Return every row as tokens; rows without a token to learn from within `max_length` are left out."""
+    """Return rows as tokens, without those that have none to learn within `max_length`."""
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
     return tokens_to_learn(rows, tokenizer, run, lambda batch: encode(batch, tokenizer, run.train_on))
@@ -164,8 +157,8 @@ def tokens_to_learn(
             "--max_length, or pass a --max_truncated_fraction of rows that may be left out."
         )
     if without:
-        left_out = f"{len(without):,} of {len(rows):,} rows"
-        print(f"{left_out} have no {lacking} within {run.max_length} tokens, and are left out")
+        found = f"{len(without):,} of {len(rows):,} rows have no {lacking} within {run.max_length} tokens"
+        print(f"{found}, and are left out")
     return tokenized
 
 

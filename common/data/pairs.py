@@ -10,7 +10,7 @@ from common.base.run_config import RunConfig
 from common.data.files import TABLES
 from common.data.formats import KEPT, Message, filled_columns, normalised, refuse_pictures, system_of
 from common.data.messages import check_conversation, tokens_to_learn
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, padded_shape, place_of, placed, said_in
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, listed, padded_shape, place_of, placed, said_in
 from common.data.templates import encode
 from common.planning.job import BatchShape
 
@@ -50,8 +50,9 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
     missing = [name for name in ANSWERS if name not in row]
     if missing:
-        there = ", ".join(map(str, row)) or "none"
-        raise BadInputError(f"{where} has no {missing[0]!r} (its columns: {there}): pairs have {COLUMNS}; add it.")
+        raise BadInputError(
+            f"{where} has no {missing[0]!r} (its columns: {listed(row)}): pairs have {COLUMNS}; add it."
+        )
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:
@@ -88,8 +89,7 @@ def encode_pairs(rows: list[Row], tokenizer: Tokenizer) -> list[Tokens]:
         prompt = prompt_length(one)
         if one["input_ids"][:prompt] != other["input_ids"][:prompt]:
             raise BadInputError(
-                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer: remove "
-                "such rows, or pass another --model."
+                f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer: drop it."
             )
         one["rejected_ids"] = other["input_ids"]
     return chosen

@@ -16,7 +16,7 @@ from common.data.formats import ROLES, are_messages, with_lists
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, is_plain
+from common.data.rows import Found, Row, RowKind, is_plain, listed
 
 PICTURE_COLUMNS = ("images", "image", "picture", "file_name")  # the first that is filled counts
 PLACEHOLDER = re.compile(r"\n?<image>\n?")  # what LLaVA's rows have in a user's text for the picture
@@ -49,24 +49,18 @@ def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
 
     for row in check_messages(texts(), source, run):
         if is_plain([row]):
-            raise BadInputError(
-                f"{row['where']} has a picture and a `text`, but no question: add a column for it, or name those of "
-                "questions and answers with --prompt_column and --completion_column."
-            )
+            raise BadInputError(f"{row['where']} has a picture and a `text`, but no question: add a column for it.")
         yield {**row, **seen.popleft()}
     if transparent:
-        say_once(
-            f"{source}: {len(transparent):,} pictures are transparent in places, which are read as white (the first: "
-            f"{transparent[0]})"
-        )
+        found = f"{len(transparent):,} pictures are transparent in places (the first: {transparent[0]})"
+        say_once(f"{source}: {found}, which are read as white")
 
 
 def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, transparent: list[str]) -> Row:
     """Return what a row has besides its conversation: its picture, a digest of that, and what is asked for."""
     if not pictures:
         raise BadInputError(
-            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): name its file in a column "
-            "`image`, or go to 2.1, which learns from texts alone."
+            f"{where} has no picture (its columns: {listed(row)}): add a column `image`, or go to 2.1 for texts alone."
         )
     if len(pictures) > 1:
         raise BadInputError(f"{where} has {len(pictures)} pictures, but a row takes one: leave the others out.")

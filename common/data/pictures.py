@@ -1,7 +1,4 @@
-"""Load, check and preprocess the picture of a row, and insert its tokens into the row.
-
-A row keeps its file's path, or its bytes as a `data:` URI; its processor is `tokenizer.processor` (`load_tokenizer`).
-"""
+"""Pictures of rows, each a file's path or a `data:` URI: checked, loaded, and put into a row's tokens."""
 
 import base64
 import io
@@ -27,16 +24,12 @@ URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above so many
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
 TRANSPARENT_MODES = ("RGBA", "LA", "PA")  # on white they become RGB
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Those that are read, whatever a file is called: Pillow would start Ghostscript for another, or read its own way."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # all that is read: others could start Ghostscript
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the tag of EXIF, and its values by which width and height are exchanged
 
 
 def reference_to(picture: object, folder: Path | None, where: str) -> str:
-    """Return a picture as a file path or a `data:` URI, from a path, bytes, a `datasets` dict, or an open picture.
-
-    `folder`: where paths begin, and must stay; None for rows that come from elsewhere than this machine's disk.
-    """
+    """Return a path in `folder`, bytes, a `datasets` dict or an open picture as a file path or a `data:` URI."""
     if isinstance(picture, dict) and {"bytes", "path"} & picture.keys():
         picture = picture.get("bytes") or picture.get("path")
     if isinstance(picture, Image.Image):
@@ -145,7 +138,7 @@ def with_noise(picture: Image.Image, noise: float) -> Image.Image:
 
 
 def with_part(row: Row) -> list[dict[str, Any]]:
-    """Return a row's messages as templates of such models take them: lists of parts, the picture before all texts."""
+    """Return a row's messages as lists of parts, the picture before all texts."""
     messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in row["messages"]]
     asked = next(message for message in messages if message["role"] == "user")
     asked["content"].insert(0, {"type": "image"})
@@ -154,8 +147,7 @@ def with_part(row: Row) -> list[dict[str, Any]]:
 
 def with_picture_tokens(ids: list[int], row: Row, tokenizer: Tokenizer) -> list[int]:
     """Return a pictured row's tokens with all of the picture's in the place of its one, which no text may have, too."""
-    token = tokenizer.processor.image_token
-    number = tokenizer.processor.image_token_id
+    token, number = tokenizer.processor.image_token, tokenizer.processor.image_token_id
     if ids.count(number) != 1:
         raise BadInputError(f"{place_of(row)} has {token} in its texts, which stands for its picture: take it out.")
     place = ids.index(number)
@@ -163,27 +155,21 @@ def with_picture_tokens(ids: list[int], row: Row, tokenizer: Tokenizer) -> list[
 
 
 def picture_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that stand for a row's picture; they depend on its size alone."""
+    """Return the tokens that stand for a row's picture; the processor is asked once for each number of tiles."""
     with _opened(row["picture"], place_of(row)) as picture:
-        size = picture.size
-        if picture.getexif().get(ORIENTATION) in TURNED:
-            size = size[::-1]
-    return _ids_of_size(size, tokenizer.processor)
-
-
-def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
-    """Return the tokens of a picture of so many pixels; the processor is asked once for each number of tiles."""
+        is_turned = picture.getexif().get(ORIENTATION) in TURNED
+        size = picture.size[::-1] if is_turned else picture.size
+    processor = tokenizer.processor
     count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
     what, remedy = f"The processor of {processor.tokenizer.name_or_path}", "Correct it, or pass another --model."
+    known = _IDS.setdefault(processor, {})
     with reading(what, remedy):
         tiles = tuple(count(size[1], size[0], {})[1:]) if count else ()
-    known = _IDS.setdefault(processor, {})
-    if tiles not in known:
-        with reading(what, remedy):
+        if tiles not in known:
             inputs = processor(text=processor.image_token, images=Image.new("RGB", size), add_special_tokens=False)
-        if processor.image_token_id not in inputs["input_ids"][0]:
-            raise BadInputError(f"{what} writes no token {processor.image_token} for a picture. {remedy}")
-        known[tiles] = list(inputs["input_ids"][0])
+            if processor.image_token_id not in inputs["input_ids"][0]:
+                raise BadInputError(f"{what} writes no token {processor.image_token} for a picture. {remedy}")
+            known[tiles] = list(inputs["input_ids"][0])
     return known[tiles]
 
 
@@ -197,7 +183,7 @@ def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: Tok
     if end > max_length:
         raise BadInputError(
             f"{place_of(row)}: the image tokens end at position {end:,}, beyond max_length, {max_length:,}, and are "
-            f"never truncated: pass --max_length {end + 64} or more, or smaller pictures."
+            f"never truncated: pass --max_length {end + 64} or more."
         )
 
 

@@ -1,4 +1,4 @@
-"""Check rows across splits, before a model is loaded: doubles, and test rows that would be learnt; sum them up."""
+"""Rows across splits: doubles, and test rows that would be learnt, are found before a model loads; sums of them."""
 
 import os
 import re
@@ -24,10 +24,8 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}
     if not shared:
         return splits
-    found = (
-        f"{len(shared):,} of {len(splits.train):,} training rows are also test rows, if case and spacing are ignored "
-        f"({places_of(take(splits.train, sorted(shared)))})"
-    )
+    share, places = f"{len(shared):,} of {len(splits.train):,}", places_of(take(splits.train, sorted(shared)))
+    found = f"{share} training rows are also test rows, if case and spacing are ignored ({places})"
     if run.shared_rows == "skip":
         say_once(f"{found}: they are left out")
         others = [number for number in range(len(splits.train)) if number not in shared]
@@ -35,9 +33,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     # public datasets of texts with labels or summaries have some twice
     if run.shared_rows == "refuse" or (run.goal.converses and not splits.held_out):
         raise BadInputError(f"{found}: remove them from one of the two, or pass --shared_rows skip.")
-    say_once(
-        f"WARNING: {found}: they make the test look better than it is; --shared_rows skip leaves them out of training"
-    )
+    say_once(f"WARNING: {found}: the test looks better than it is; --shared_rows skip leaves them out of training")
     return splits
 
 
@@ -91,7 +87,5 @@ def say_few_steps(read: dict[str, int], run: RunConfig) -> str:
     if run.max_steps > 0 or steps >= ENOUGH_STEPS or is_embedded(run.data):
         return ""
     epochs = -(-ENOUGH_STEPS * run.num_train_epochs // steps)
-    return (
-        f"{steps} steps are few for {read['training_rows']:,} rows to be learnt: --num_train_epochs {epochs} makes "
-        f"about {ENOUGH_STEPS}"
-    )
+    few = f"{steps} steps are few for {read['training_rows']:,} rows to be learnt"
+    return f"{few}: --num_train_epochs {epochs} makes about {ENOUGH_STEPS}"

@@ -16,27 +16,24 @@ from common.planning.job import BatchShape
 
 IGNORED_LABEL = -100  # adds nothing to the loss (PyTorch's cross-entropy)
 NO_ROW = -1  # the number of "no row left for this rank"
-SPLIT_WORDS = {
+SPLIT_WORDS = {  # in names of files, folders and datasets, as `datasets` has it; the first word comes first
     "train": ("train", "training"),
     "validation": ("validation", "val", "valid", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""What splits are called in names of files, folders and datasets, as `datasets` has it; the first word comes first."""
 SPLIT_NAMES = tuple(SPLIT_WORDS)
 
 OPENING = 200  # characters of a test text, at most, that a model is given to continue
 
-
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
-`text` and `summary`. With `rejected`, a worse answer, the last of the `messages` is a better one. With `picture` the
-conversation is about it (`common/data/pictures.py`). `where` is its place, such as `rows.csv, row 3`."""
-
+`text` and `summary`. With `rejected`, a worse answer, the last of the `messages` is a better one; with `picture` they
+are about it. `where` is its place, such as `rows.csv, row 3`."""
 Tokens = dict[str, Any]
-"""`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
-`labels` is one number, that of the row's class; with summarization they are the tokens of the summary. A pictured row
-has its `picture`, too, as its `Row`. Of a row with two answers `input_ids` are the prompt with the chosen one,
-`rejected_ids` the prompt with the other."""
+"""`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers. In classification `labels`
+is the number of the row's class; in summarization they are the summary's tokens. Pictured rows have their `picture`,
+too. Of two answers `input_ids` are the prompt with the chosen one, `rejected_ids` that with the other."""
+Found = Iterable[tuple[object, str]]  # what stands for each row, and where it stands
 
 
 @dataclass(frozen=True)
@@ -65,29 +62,17 @@ def padded_shape(longest: Sequence[Tokens]) -> BatchShape:
     return BatchShape(len(longest), max(lengths), labelled=0, padded=min(lengths) < max(lengths))
 
 
-Found = Iterable[tuple[object, str]]  # what stands for each row, and where it stands
-
-
 @dataclass(frozen=True)
 class RowKind:
-    """What the rows of a run are, and how they are read.
+    """What the rows of a run are, and how they are read."""
 
-    Attributes:
-        suffixes: Of the files that can be read.
-        holds: What a file holds, for the refusal of one that is missing or empty.
-        check: Yield the rows, or refuse one; the second argument names the file or dataset.
-        finish: What is done to all splits once they are read.
-        belongs_to: What rows have in common that must come into one split, if anything: their picture.
-        shape: The shape of a batch of the first rows, padded to the longest; the second are all rows.
-    """
-
-    suffixes: tuple[str, ...]
-    holds: str
-    check: Callable[[Found, str], Iterable[Row]]
+    suffixes: tuple[str, ...]  # of the files that can be read
+    holds: str  # what a file holds, for the refusal of one that is missing or empty
+    check: Callable[[Found, str], Iterable[Row]]  # yields rows, or refuses one; the text names the file or dataset
     tokenize: Callable[[Sequence[Row], Tokenizer, RunConfig], Sequence[Tokens]]
-    finish: Callable[[Splits], Splits] = lambda splits: splits
-    belongs_to: Callable[[Row], str] | None = None
-    shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
+    finish: Callable[[Splits], Splits] = lambda splits: splits  # done once all splits are read
+    belongs_to: Callable[[Row], str] | None = None  # what is alike in rows that must come into one split: their picture
+    shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers  # of the longest, and of all
 
 
 def placed(row: Row, where: str) -> Row:
@@ -97,8 +82,7 @@ def placed(row: Row, where: str) -> Row:
 
 def place_of(row: Row) -> str:
     """Return where a row stands, with its id if it has one; "a row" if it was not read from anywhere."""
-    name = f" (id {begin_of(row['id'], 40)!r})" if "id" in row else ""
-    return f"{row.get('where', 'a row')}{name}"
+    return row.get("where", "a row") + (f" (id {begin_of(row['id'], 40)!r})" if "id" in row else "")
 
 
 def places_of(rows: Iterable[Row]) -> str:
@@ -120,6 +104,11 @@ def shown(names: Iterable[object]) -> str:
     """Return the first five names, for a sentence that complains about them."""
     first = list(map(str, islice(names, 6)))
     return ", ".join([*first[:5], "..."] if len(first) > 5 else first)
+
+
+def listed(columns: Iterable[object]) -> str:
+    """Return all columns, for a sentence that complains about them."""
+    return ", ".join(map(str, columns)) or "none"
 
 
 def texts_of(row: Row) -> list[str]:

@@ -36,10 +36,8 @@ def row_kind(run: RunConfig) -> RowKind:
 
 
 def load_splits(run: RunConfig) -> Splits:
-    """Read and check the run's rows, from wherever they are.
+    """Read and check the run's rows, from wherever they are; for a missing split some training rows are held out.
 
-    A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
-    or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
     What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
     """
     source, files = run.data.removeprefix("file://"), []
@@ -69,8 +67,8 @@ def _read_splits(run: RunConfig, place: Path | None, kind: RowKind) -> Splits:
         source, found = f"The dataset {run.data}", _splits_on_hub(run)
     else:
         raise BadInputError(
-            f"The data {run.data} do not exist here or in the repository: pass --data with a folder that holds train, "
-            f"validation and test, a file ({', '.join(kind.suffixes)}), a URL, or the id of a dataset on the Hub."
+            f"The data {run.data} do not exist here or in the repository: pass --data with a folder, a file "
+            f"({', '.join(kind.suffixes)}), a URL, or the id of a dataset on the Hub."
         )
     names = _chosen_splits({name: place for name, (_, place) in found.items()}, source, run)
     rows = {split: checked(*found[name], kind) for split, name in names.items()}
@@ -148,18 +146,15 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
 
 
 def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
-    """Refuse rows of another commit than the revision's: without a network `datasets` takes the newest in its cache.
-
-    `cached`: the files of a split, in a folder named by its commit.
-    """
+    """Refuse rows of another commit than the revision's: without a network `datasets` takes the newest in its cache."""
     revision = run.dataset_revision or "main"
     ref = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=run.data, repo_type="dataset") / "refs" / revision
     asked = ref.read_text().strip() if ref.is_file() else revision
     for loaded in {Path(file["filename"]).parent.name for file in cached}:
         if COMMIT.fullmatch(asked) and COMMIT.fullmatch(loaded) and loaded != asked:
             raise BadInputError(
-                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}: "
-                "read that with a network, or pass --dataset_revision with the one that was read last."
+                f"The cache has commit {loaded} of {run.data} as its newest, but {revision} is {asked}: read that with "
+                "a network, or pass --dataset_revision."
             )
 
 

@@ -1,7 +1,4 @@
-"""Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps.
-
-The file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
-"""
+"""Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps."""
 
 import sys
 import tempfile
@@ -37,8 +34,7 @@ def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
-    tools = len(str(row["tools"])) if "tools" in row else 0
-    others = tools + len(row.get("picture", ""))
+    others = len(str(row.get("tools", ""))) + len(row.get("picture", ""))
     return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row))) + others
 
 
@@ -49,7 +45,7 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
     cache, features = Path(config.HF_DATASETS_CACHE), Features({"row": Json()})  # rows of one file may have other keys
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        # open files cannot be removed on some network file systems
+        # deleted once mapped, it goes with this process; open files cannot be removed on some network file systems
         with tempfile.TemporaryDirectory(prefix="rows-", dir=cache, ignore_cleanup_errors=True) as folder:
             with ArrowWriter(path=f"{folder}/rows.arrow", features=features) as writer:
                 for row in rows:
@@ -58,8 +54,7 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
             return RowsOnDisk(Dataset.from_file(f"{folder}/rows.arrow"))
     except OSError as error:
         raise BadInputError(
-            f"The rows take more than memory should hold, and cannot be written into the cache {cache} ({error}): make "
-            "room there, or set HF_DATASETS_CACHE to a folder with more."
+            f"The rows fill memory, and cannot be written into the cache {cache} ({error}): set HF_DATASETS_CACHE."
         ) from None
 
 

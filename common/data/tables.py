@@ -13,8 +13,7 @@ from common.data.formats import ELSEWHERE, FORMATS, are_messages
 from common.data.row_checks import say_once
 from common.data.rows import Found, split_named
 
-DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-"""Of CSV files; spreadsheets write semicolons where the comma divides a number."""
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # of CSV files
 SEPARATOR_LINE = re.compile(r'"?sep=(.)"?[\r\n]*', re.IGNORECASE)  # what Excel writes before the names of columns
 MOST_LEVELS = 100  # lists and objects within each other; at about 1,000 what walks through a row fails
 WRAPPERS = 2  # objects around the rows of a JSON file, at most
@@ -78,10 +77,7 @@ def _is_padded(sample: list[str], delimiter: str) -> bool:
 
 
 def parse_json(lines: Iterator[str], source: str) -> dict[str, Found]:
-    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`.
-
-    JSON is read at once, and may be a list of rows, a row, an object that holds rows by any name, or pandas' table.
-    """
+    """Return the rows of JSON or JSONL by split, and where each stands; without splits all are `train`."""
     head = first_lines(lines)
     first = head[-1].strip() if head else ""
     is_list = first.startswith("[")

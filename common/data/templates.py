@@ -20,13 +20,11 @@ from common.data.pictures import with_part, with_picture_tokens, without_picture
 from common.data.rows import IGNORED_LABEL, Row, Tokens, is_plain, opening_of, place_of
 from common.data.tool_calls import with_arguments_as_text
 
-PLAIN_TEMPLATE = (
+PLAIN_TEMPLATE = (  # for tokenizers without one, such as GPT-2's: a message on each line, an end after each answer
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
 )
-"""For tokenizers without a chat template, such as GPT-2's: a message on each line, the end token after each answer."""
-
 QUIET = {"verbose": False}  # says nothing of rows that are longer than the model reads: they are cut later
 REMEDY = "remove such rows, or pass a --model whose template takes them."
 
@@ -39,10 +37,8 @@ def with_chat_template(tokenizer: Tokenizer, model: str) -> str:
     if tokenizer.eos_token is None:
         raise BadInputError(f"The tokenizer of {model} has neither a chat template nor an end token: give it one.")
     tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
-    return (
-        f"{model} has no chat template: rows are written as plain text, each message on a line of its own and "
-        f"{tokenizer.eos_token} after each answer"
-    )
+    lines = f"each message on a line of its own and {tokenizer.eos_token} after each answer"
+    return f"{model} has no chat template: rows are written as plain text, {lines}"
 
 
 def begins_by_itself(tokenizer: Tokenizer) -> bool:
@@ -92,8 +88,8 @@ def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]
         if is_usual and templates[own]:
             marks = {"chat_template": templates[own], "return_assistant_tokens_mask": True}
             found = _applied(list(group), tokenizer, **marks)
-            for mask, ids in zip(found["assistant_masks"], found["input_ids"], strict=True):
-                tokens.append(_labelled(ids, _with_ends(mask, ids, ends)))
+            pairs = zip(found["assistant_masks"], found["input_ids"], strict=True)
+            tokens += [_labelled(ids, _with_ends(mask, ids, ends)) for mask, ids in pairs]
         else:
             tokens += _encode_by_turns(list(group), tokenizer, train_on, templates[own])
     return tokens

@@ -17,7 +17,7 @@ from common.data.control_tokens import AS_TEXT
 from common.data.files import TABLES
 from common.data.formats import columns_of
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, padded_shape, placed, places_of, shown
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, listed, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 from common.planning.job import BatchShape
 
@@ -81,8 +81,8 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(
-                f"{where} has no column {name!r} (there are: {', '.join(map(str, row)) or 'none'}): correct it, or "
-                f"pass --{key}_column with another name."
+                f"{where} has no column {name!r} (there are: {listed(row)}): correct it, or pass --{key}_column with "
+                "another name."
             )
         if isinstance(row[name], list | dict):
             found = begin_of(row[name], 40)
@@ -192,12 +192,8 @@ def say_long_texts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) ->
     long, cut = (len(_too_long(rows, key, tokenizer, run)) for key in LIMITS)
     texts = f"{long:,} of {len(rows):,} training texts have" if long else "no training text has"
     said = f"{texts} more than {run.max_length} tokens{', and are cut' if long else ''}"
-    if not cut:
-        return said
-    return (
-        f"{said}; {cut:,} of {len(rows):,} summaries have more than max_target_length, {run.max_target_length}, tokens "
-        "and are learnt without their end"
-    )
+    limit = f"more than max_target_length, {run.max_target_length}, tokens and are learnt without their end"
+    return f"{said}; {cut:,} of {len(rows):,} summaries have {limit}" if cut else said
 
 
 def _too_long(rows: Sequence[Row], key: str, tokenizer: Tokenizer, run: RunConfig) -> list[int]:

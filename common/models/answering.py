@@ -1,6 +1,5 @@
 """A model that answers, judges or is compared beside training: whole on each rank, or in stages where ranks share it.
 
-Where training divides the weights, they may fit no single device: each rank of a group then holds some of the layers.
 A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank chooses the same
 next token: the code that answers is that of a whole model, and so are the logits, to the last bit.
 """
@@ -32,10 +31,7 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 
 
 def answering_run(run: RunConfig) -> RunConfig:
-    """Return the run with weights in the format in which models answer beside training.
-
-    Where no rank trains the whole model as it is, that is the matrix products' one: fp32 is for the optimizer.
-    """
+    """Return the run with weights as models answer with: the matrix products' format where ranks divide weights."""
     return replace(run, precision=run.compute_dtype) if run.parallelism.divides_tensors else run
 
 
@@ -54,10 +50,7 @@ def load_answering(
     quantized: bool = True,
     device_map: dict[str, str | int] | None = None,
 ) -> PreTrainedModel:
-    """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank.
-
-    `quantized` as `load_base_model`'s; with a `device_map` it goes there.
-    """
+    """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank."""
     run, stages = answering_run(run), 1 if device_map else answering_stages(run)
     if stages == 1:
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)

@@ -1,8 +1,7 @@
 """A loss without its whole logits: the head and the cross-entropy go over chunks of answer tokens.
 
-Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
-fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
-before those of the next chunk come, and none is computed twice (as in Liger-Kernel's fused linear cross-entropy).
+2 x 4,096 tokens x 152,000 words of logits are 4.6 GiB in fp32, and a loss holds several such. Here a chunk's gradients
+are computed right after its loss, before the next chunk's logits come (as in Liger-Kernel's fused cross-entropy).
 """
 
 import math
@@ -26,11 +25,10 @@ from common.planning.job import LOGITS_AT_ONCE
 Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states, shape (..., hidden size), to logits, (..., vocabulary)
 # by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+# encoder-decoders whose logits are what their head gives and an untrained bias; T5 has no model of the head's input
 BART_LIKE = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "marian", "mbart", "mvp", "pegasus", "plbart",
 )  # fmt: skip
-"""Encoder-decoders whose logits are what their head gives and a bias that is not trained. (Others, such as T5, have no
-base model that returns the head's input.)"""
 
 
 @dataclass
@@ -53,8 +51,7 @@ def takes_chunks(config: PretrainedConfig) -> bool:
 def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
     """Let a model that is given `shift_labels` compute its loss in chunks, a decoder at the positions `logits_to_keep`.
 
-    If `in_training` is False, the model's own loss is used whenever gradients are enabled (Liger's kernels have chunks
-    of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
+    Without `in_training` its own loss is used where gradients are enabled (Liger's kernels have chunks of their own).
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward
@@ -89,9 +86,8 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool
 def losses_or_logits(base: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """Return the forward pass of the model's head, which computes losses in chunks where it is given labels.
 
-    All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
-    on every rank. `in_backward`: losses and gradients come in the backward pass; until then nothing but `hidden` is
-    kept.
+    All chunks are within one call: what gathers the head's weights (FSDP, ZeRO-3) does so as often on every rank.
+    `in_backward`: losses and gradients come in the backward pass, and until then `hidden` alone is kept.
     """
     head, vocabulary = base.get_output_embeddings(), base.config.get_text_config().vocab_size
     own_forward = head.forward

@@ -1,7 +1,6 @@
-"""Layers compiled one by one, in place: `torch.compile` fuses what stands between their matrix products.
+"""Layers compiled in place, once for all of them.
 
-What is compiled for the first layer serves the others, and weights keep their names. (torch.compile around the model,
-as TrainingArguments' `torch_compile` has it, compiles every layer again, and puts `_orig_mod` before each name.)
+torch.compile around the model (TrainingArguments' way) compiles each anew, and puts `_orig_mod` before its names.
 """
 
 import os
@@ -18,9 +17,7 @@ def check_compiler(run: RunConfig) -> None:
     """Check that there is a C++ compiler, where a run on a CPU compiles its layers."""
     compiler = os.environ.get("CXX", "g++")
     if run.torch_compile and run.device == "cpu" and shutil.which(compiler) is None:
-        raise BadInputError(
-            f"torch_compile is True, but there is no C++ compiler ({compiler}): install g++, or leave it out."
-        )
+        raise BadInputError(f"torch_compile is True, but no C++ compiler ({compiler}) is here: install g++.")
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -29,12 +26,8 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> None:
-    """Compile each layer in place, for batches of any shape; the code is made when a layer is first called.
-
-    Within DDP Dynamo would split a layer wherever a bucket of its gradients is full; other layers' backward passes are
-    enough for the bucket to be sent during one.
-    """
-    torch._dynamo.config.optimize_ddp = False
+    """Compile each layer in place, for batches of any shape; the code is made when a layer is first called."""
+    torch._dynamo.config.optimize_ddp = False  # else DDP's layers are split wherever a bucket of gradients is full
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
 

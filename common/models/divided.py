@@ -33,10 +33,7 @@ def divide(mesh: DeviceMesh, along: Along, name: str, module: nn.Module) -> None
 
 
 def load_divided(run: RunConfig, device: str, mesh: DeviceMesh, along: Along) -> PreTrainedModel:
-    """Load the run's base, of which this rank gets its part among those of `mesh`, on `device`, of the mesh's kind.
-
-    Of files it reads its slices alone; random or quantized weights are whole module by module.
-    """
+    """Load this rank's part of the run's base on `device`, of the kind of `mesh`: from files its slices alone."""
 
     def divide_all(model: PreTrainedModel) -> None:
         for name, module in model.named_modules():
@@ -65,11 +62,7 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
 
 
 def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
-    """Load the run's base, of which this rank gets rows of every weight; called on every rank.
-
-    They are divided among its row of `mesh`, and stay on its device, or with `--offload cpu` on the host. What 4-bit
-    numbers are computed with is on the device in any case.
-    """
+    """Load rows of every weight of the run's base, divided among this rank's row of `mesh`; called on every rank."""
     device = "cpu" if run.offload == "cpu" else rank.device
     # without names: PEFT takes parts on any mesh with other names than its own for tensor parallel's
     if run.offload == "cpu":
@@ -80,6 +73,6 @@ def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh) -> PreTrainedModel:
         own_row = DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
     model = load_divided(run, device, own_row, lambda _: 0)
     for module in model.modules():
-        if is_quantized(module):
+        if is_quantized(module):  # what such numbers are computed with does not wait on the host
             module.quant_state.to(rank.device)
     return model

@@ -1,5 +1,4 @@
-"""What a model's family asks for: defaults that cannot work with it are changed, and weights that cannot be in 4 bits
-are found, before any of its weights are loaded."""
+"""What a model's family asks for, before its weights load: other defaults, and refusals of what cannot work."""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,10 +24,7 @@ Changes = tuple[dict[str, object], str]  # settings, and why they are others
 
 
 def suited_to_model(run: RunConfig) -> RunConfig:
-    """Return the run with those defaults changed that cannot work with its model, and say once which.
-
-    A setting that is not at its default stays: what was asked for is refused later, not replaced.
-    """
+    """Return the run with defaults changed that cannot work with its model, said once; what was asked for stays."""
     config = checked_config(run)
     check_heads(run)
     for suited in (_attention, _padding, _targets, _dropout, _device_map):
@@ -54,8 +50,7 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
     attention = f"its attention ({config.model_type}, {run.attention})"
     if run.padding_free == "yes":
         raise BadInputError(
-            f"padding_free is yes, but of {run.model} {attention} cannot separate rows that lie end to end: leave "
-            "--padding_free out."
+            f"padding_free is yes, but of {run.model} {attention} cannot separate rows: leave --padding_free out."
         )
     return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
 
@@ -126,9 +121,8 @@ def _adapts_experts(run: RunConfig) -> bool:
     if not any(map(has_fused_experts, model.modules())):
         return False
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
-        return any(
-            isinstance(module, ParamWrapper) for module in add_lora(model, replace(run, lora_dropout=0)).modules()
-        )
+        adapted = add_lora(model, replace(run, lora_dropout=0))
+    return any(isinstance(module, ParamWrapper) for module in adapted.modules())
 
 
 def experts_at_work(model: PreTrainedModel) -> str:

@@ -22,7 +22,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -36,7 +35,7 @@ from common.base.errors import BadInputError, check_installed, reading
 from common.base.loggers import silent
 from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
-from common.data.answer_ends import check_named_templates, say_ends, stops_of
+from common.data.answer_ends import stops_of
 from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
@@ -99,11 +98,7 @@ def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, 
 
 
 def check_model(model: str, revision: str = "") -> str:
-    """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is.
-
-    Raises:
-        BadInputError: the folder lacks a part of a model, or has a revision; or the Hub has no such model or revision.
-    """
+    """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is."""
     if not is_hub_id(model):
         refuse_revision(model, revision)
     if model == MINILM:
@@ -123,15 +118,11 @@ def _check_hub(model: str, revision: str) -> None:
         HfApi().model_info(model, revision=revision or None, timeout=HUB_TIMEOUT_S)
         HfApi().auth_check(model)  # everybody may read about a gated model, but not its files
     except GatedRepoError:
-        raise BadInputError(
-            f"The model {model} is gated: ask for access on its page on the Hub, then run `hf auth login`."
-        ) from None
+        raise BadInputError(f"The model {model} is gated: ask for access on the Hub, then `hf auth login`.") from None
     except RepositoryNotFoundError:
         raise BadInputError(f"The model {model} is not on the Hugging Face Hub, or not for you: correct it.") from None
     except RevisionNotFoundError:
-        raise BadInputError(
-            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with one that it has."
-        ) from None
+        raise BadInputError(f"The model {model} has no revision {revision}: pass another --model_revision.") from None
     except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
         which, option = (f" at the revision {revision}", f" --revision {revision}") if revision else ("", "")
         raise BadInputError(
@@ -153,7 +144,7 @@ def _check_folder(folder: Path, model: str) -> Path:
     config = read_config(folder / "config.json", model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise BadInputError(
-            f"The model folder {model} brings code of its own (auto_map), which is not run: pass another --model."
+            f"The folder {model} brings code of its own (auto_map), which is not run: pass another --model."
         )
     return folder
 
@@ -184,13 +175,14 @@ def check_liger(run: RunConfig) -> None:
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own."""
-    if run.goal.sees:
-        return _tokenizer_with_processor(run)
-    if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
+    if run.weights == "random" or run.goal.sees or not run.goal.chats:  # what chats has a template
         checked_config(run)
-    if run.weights == "random" and run.model != MINILM:
+    if run.goal.sees:
+        tokenizer = _tokenizer_with_processor(run)
+    elif run.weights == "random" and run.model != MINILM:
         return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer, trust_remote_code=False)
-    tokenizer = read_tokenizer(run.model, what_to_load(run))
+    else:
+        tokenizer = read_tokenizer(run.model, what_to_load(run))
     if run.goal.chats:
         say_once(with_chat_template(tokenizer, run.model))
     _give_pad_token(tokenizer, run.model)
@@ -198,11 +190,7 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(model: str | Path, source: dict[str, object] | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder, or of where `source` leads `from_pretrained` to.
-
-    Raises:
-        BadInputError: it cannot be loaded, or takes no word, as where a length is no number.
-    """
+    """Return the tokenizer of a folder, or of where `source` leads `from_pretrained` to; it must take a word."""
     with reading(f"The tokenizer of {model}", "Correct it, or pass another model."):
         source = source or {"pretrained_model_name_or_path": model, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(**source)
@@ -222,11 +210,7 @@ def _give_pad_token(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
 
 
 def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model that sees, with its processor beside it, as `processor`.
-
-    With random weights both are the embedded ones, set to make one square of each picture, as large as the model reads.
-    """
-    config = checked_config(run)
+    """Return the tokenizer of a model that sees, with its `processor`: of random weights the embedded one."""
     source = what_to_load(run, ASSETS / run.goal.tokenizer if run.weights == "random" else None)
     with reading(f"The processor of {run.model}", "Correct it, or pass another --model."):
         processor = AutoProcessor.from_pretrained(**source)
@@ -237,24 +221,15 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
         raise BadInputError(
             f"The processor of {run.model} has no chat template: pass a --model such as HuggingFaceTB/SmolVLM-Instruct."
         )
-    check_named_templates(tokenizer, run.model)
-    if run.weights == "random":
-        _make_one_square(processor, config)
-    _give_pad_token(tokenizer, run.model)
+    if run.weights == "random":  # it makes one square of each picture, as large as the model reads
+        config = checked_config(run)
+        if not hasattr(config, "scale_factor"):
+            raise BadInputError(f"random weights are not made for {config.model_type}: pass --model smolvlm-instruct.")
+        side, patch = config.vision_config.image_size, config.vision_config.patch_size
+        processor.image_seq_len = (side // patch // config.scale_factor) ** 2
+        processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
     tokenizer.processor = processor
-    say_once(say_ends(tokenizer, run.model))
     return tokenizer
-
-
-def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> None:
-    scale_factor = getattr(config, "scale_factor", None)
-    if scale_factor is None:
-        raise BadInputError(
-            f"weights is random, but for the kind {config.model_type} none are made: pass --model smolvlm-instruct."
-        )
-    side, patch = config.vision_config.image_size, config.vision_config.patch_size
-    processor.image_seq_len = (side // patch // scale_factor) ** 2
-    processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -280,16 +255,11 @@ def load_base_model(
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
-    With qlora the base's layers are in 4 bits, by `quantization` or else by the run's settings, unless `quantized` is
-    False. With classification it has a head for the labels of the run's data, which starts at random where it has none.
+    With qlora its layers are in 4 bits, by `quantization` or else the run's settings, unless `quantized` is False.
 
     `unread` is called with the model before its files are read. With `each` alone, or random weights, the model comes
-    module by module to one device: `each` is called with name and module as soon as that has all weights of its own,
-    whole, and quantized where they are to be, and may replace these. A module whose weights are tied to another's is
-    left out, unless files have them twice.
-
-    Raises:
-        BadInputError: it cannot be loaded.
+    module by module: `each` is called with name and module as soon as that has all weights of its own, and may replace
+    these. A module whose weights are tied to another's is left out, unless files have them twice.
     """
     quantized = quantized and run.method.quantizes and source is None
     if run.weights == "random" and source is None:
@@ -371,11 +341,7 @@ def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedMode
 
 
 def checked_config(run: RunConfig) -> PretrainedConfig:
-    """Return the architecture of the run's model, if it can do the run's task.
-
-    Raises:
-        BadInputError: it is of another kind, stored quantized, or reads or writes fewer tokens than the run asks for.
-    """
+    """Return the architecture of the run's model, if it can do the run's task, with as many tokens as asked for."""
     is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
     model = run.model if is_here else check_model(run.model, run.model_revision)
     config = any_shape_config(model, run.model_revision)
@@ -396,10 +362,8 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
 def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     texts = config.get_text_config()
-    positions = getattr(texts, "max_position_embeddings", None)
-    if not positions:
-        return None
-    return reach_of_positions(config.model_type, positions, getattr(texts, "rope_parameters", None))
+    positions, ropes = (getattr(texts, name, None) for name in ("max_position_embeddings", "rope_parameters"))
+    return reach_of_positions(config.model_type, positions, ropes) if positions else None
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
@@ -425,10 +389,7 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
 def _random_model(
     run: RunConfig, device_map: dict[str, str | int], quantized: bool, each: EachModule | None
 ) -> PreTrainedModel:
-    """Make a model of `run.model`'s shape on its device, or on the host for several; the same weights each time.
-
-    The embedded tokenizer's ids stand below any real vocabulary: nothing has to be resized.
-    """
+    """Make a model of `run.model`'s shape on its device, or on the host for several; the same weights each time."""
     tokenizer, config = load_tokenizer(run), checked_config(run)
     config.update(class_names(run))
     texts = config.get_text_config() if run.goal.sees else config

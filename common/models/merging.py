@@ -1,7 +1,4 @@
-"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base, where it has room.
-
-A rank that writes a stage of the merged model has one file of it in memory; the files of all stages go to each disk.
-"""
+"""What was saved, loaded again as any user would: equal logits; and adapters merged into their base."""
 
 import math
 import shutil
@@ -33,21 +30,15 @@ from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
 
+# by merging, which rounds once more: largest difference of logits, over the largest logit
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
-"""By merging, which rounds once more: largest difference of logits, over the largest logit; see `logit_tolerance`."""
 EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
 
 
-# -- equal logits
-
-
 @torch.no_grad()
 def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits of one collated batch, in fp32 and with dropout off.
-
-    Their shape is (rows, tokens, vocabulary), tokens being the decoder's, or of a classifier (rows, classes).
-    """
+    """Return a batch's logits, fp32, without dropout, shape (rows, decoder's tokens, vocabulary) or (rows, classes)."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -61,8 +52,8 @@ def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) ->
 def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
     """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
 
-    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
-    of layers add up. (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
+    In fp32 it grows from the embedded base's: errors of a sum of H products as sqrt(H), and those of layers add up.
+    (llama-3.2-1b's were 12 to 32 times as far apart as the embedded base's, here 16 times: LOG.md.)
     """
     if precision != "fp32":
         return LOGIT_TOLERANCES[precision]
@@ -75,11 +66,8 @@ def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
 def check_equal_logits(
     expected: torch.Tensor | None, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
 ) -> float | None:
-    """Return `largest_difference` of a trained model's logits of a batch and the `reloaded` one's.
-
-    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
-    """
-    found = next_token_logits(reloaded, batch)
+    """Return `largest_difference` of a trained model's logits and the `reloaded` one's; None where `expected` is."""
+    found = next_token_logits(reloaded, batch)  # on every rank that has a part of it
     if expected is None:
         return None
     return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
@@ -117,10 +105,7 @@ def reloaded_difference(
     expected: torch.Tensor | None,
     memory: PeakMemory,
 ) -> float | None:
-    """Load what `save_and_free` wrote as any user would, return `check_equal_logits` of it, and free it.
-
-    `load` loads the base, or the model in its `source`, on every rank that shares it.
-    """
+    """Load what `save_and_free` wrote as any user would, return `check_equal_logits` of it, and free it."""
     reloaded = PeftModel.from_pretrained(load(), folder) if run.method.has_adapters else load(source=folder)
     what = "adapter" if run.method.has_adapters else "model"
     with comparing(reloaded, expected, memory):
@@ -146,16 +131,10 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
     say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 
 
-# -- merging
-
-
 def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> bool:
     """Save the base with an adapter merged into it, on the first ranks that share one, each its own layers.
 
-    A base in 4 bits has no room for the sum, and is dequantized: on the host, where the GPU has no room for that.
-
-    Returns:
-        Whether this rank's device has room for what was merged.
+    A base in 4 bits is dequantized first: on the host, where the GPU has no room. Return whether it has.
     """
     base, has_room = load(), True
     if run.method.quantizes:
@@ -204,10 +183,7 @@ def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeN
 
 
 def why_not_merged(needs: Sequence[MergeNeed]) -> str:
-    """Return why an adapter is not merged, in one sentence, of what all ranks need; empty where there is room.
-
-    Ranks of one machine share its memory and its disk; where machines share a disk, each sees what is free on it.
-    """
+    """Return why an adapter is not merged, of what all ranks need; empty where each machine has room."""
     for host, of_host in groupby(sorted(needs, key=lambda need: need.host), lambda need: need.host):
         here = list(of_host)
         stages, free = sum(need.stage_bytes for need in here), min(need.free_bytes for need in here)

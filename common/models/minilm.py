@@ -26,7 +26,5 @@ def minilm_folder() -> Path:
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent / "model"
     found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != SHA256:
-        raise BadInputError(
-            f"The weights in {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it anew."
-        )
+        raise BadInputError(f"{PACKAGE} has weights of SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it anew.")
     return folder

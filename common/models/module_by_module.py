@@ -56,9 +56,6 @@ def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: s
         setattr(module, own, quantize_as(planned[own], getattr(module, own), device))
 
 
-# -- read from files
-
-
 def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
     """Return a class whose `from_pretrained` loads a model of `kind`, and calls `then` with it before it is read."""
 
@@ -74,10 +71,7 @@ def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], N
 
 @contextmanager
 def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterator[type[PreTrainedModel]]:
-    """Have `each` called for the modules of the model that `from_pretrained` of the yielded subclass of `kind` reads.
-
-    Modules with weights that no file has follow at the end, when whoever loads the model has given these a start.
-    """
+    """Have `each` called for modules that the yielded subclass of `kind` reads; those that no file has come last."""
     models: list[PreTrainedModel] = []
     names: dict[nn.Module, str] = {}
     told: dict[int, nn.Parameter] = {}

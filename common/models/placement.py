@@ -62,8 +62,7 @@ def place_stages(
 ) -> Placement:
     """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
-    How many rows are evaluated at once is chosen here, too. A model that the closed form does not know is placed by its
-    modules, and not planned.
+    The plan chooses how many rows are evaluated at once. A model that the closed form does not know has none.
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
@@ -142,11 +141,8 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-# -- by a model's own modules, without the closed form
-
-
 def _map_by_modules(run: RunConfig, device_map: str, gpus: Sequence[Gpu]) -> StageMap:
-    """Return the even map, Accelerate's, or the one in the file `device_map`."""
+    """Return the even map, Accelerate's, or that in the file `device_map`, for any model: without the closed form."""
     if device_map == "auto":
         return auto_map(run, gpus)
     model = model_without_weights(run)
@@ -169,10 +165,7 @@ def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
 
 
 def _even_map(model: PreTrainedModel, stages: int) -> StageMap:
-    """Return a map with equally many layers on each stage; where they do not divide, the first ones have one more.
-
-    A head that is tied to the embeddings is where these are, as one tensor cannot be on two devices.
-    """
+    """Return a map with equally many layers on each stage, or one more on the first; a tied head is with embeddings."""
     layers = _layer_names(model)
     if len(layers) < stages:
         raise BadInputError(
@@ -197,17 +190,8 @@ def _layer_names(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
-# -- checked before the model loads
-
-
 def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
-    """Place and plan the run's largest batch, and its phases beside training, before its model loads.
-
-    Returns the run with as many rows validated and answered at once as planned.
-
-    Raises:
-        BadInputError: layers cannot be placed as asked, or a phase cannot fit.
-    """
+    """Place and plan a run before its model loads; return it with as many rows evaluated at once as planned."""
     gpu = gpu_here() if run.device == "cuda" else None
 
     def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
@@ -290,10 +274,7 @@ def check_host(plan: Plan, available_bytes: int) -> None:
 
 
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
-    """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch, projected.
-
-    Accelerate's is left out where it gives a device no layer; of an unknown architecture there are the layers alone.
-    """
+    """Return a table of device maps: layers, projected peaks, largest batch; of unknown architectures layers alone."""
     if _is_placed_by_modules(run):
         maps = dict.fromkeys(["auto", "even", run.device_map])
         placed = (_placement_by_modules(run, device_map, gpu or _gpu_of(run)).layers for device_map in maps)

@@ -1,7 +1,4 @@
-"""Quantize base models to 4 bits (QLoRA), count what they store, and de-quantize them.
-
-bitsandbytes is imported inside functions: runs without quantized weights do without it.
-"""
+"""Quantize base models to 4 bits (QLoRA), count what they store, and dequantize them."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -45,12 +42,10 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     """Freeze a quantized model for adapters, and turn off bitsandbytes' repacking on CPUs.
 
-    Modules that are not quantized keep their dtype: PEFT's `prepare_model_for_kbit_training` casts to fp32, which flash
-    attention does not accept.
+    PEFT's `prepare_model_for_kbit_training` casts the other modules to fp32, which flash attention does not accept.
 
-    On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients, as in a baseline
-    evaluation: from then on its scales have 8 significant bits, its products are computed in bf16, and *no gradient
-    passes through it any more*.
+    On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients: from then on its
+    scales have 8 bits, its products are computed in bf16, and *no gradient passes through it any more*.
     """
     for module in model.modules():
         if is_quantized(module):
@@ -74,32 +69,22 @@ def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContext
     return torch.random.fork_rng(devices=[device for device in map(torch.device, devices) if device.type == "cuda"])
 
 
-# -- quantizing one weight
-
-
 def quantize_as(
     planned: torch.nn.Parameter, weight: torch.nn.Parameter, device: str | torch.device
 ) -> torch.nn.Parameter:
     """Return `weight` in 4 bits on `device` where `planned`, which stood in its place on `meta`, was to be so."""
     if not hasattr(planned, "quant_type"):
         return weight
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Params4bit  # here: few runs have it
 
     return Params4bit(weight.data, requires_grad=False, **planned.__dict__).to(device)
 
 
-# -- what is stored
-
-
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a quantized model's weights take, adapters left out, as its record has it.
-
-    `weights_gib` is what all take as they are stored, `unquantized_gib` what they would in `unquantized_dtype`.
-    """
+    """Return what a quantized model's weights take, adapters left out, and what they would in `unquantized_dtype`."""
     quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
-    others = [
-        weight for name, weight in model.named_parameters() if id(weight) not in quantized and "lora_" not in name
-    ]
+    plain = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in quantized)
+    others = [weight for name, weight in plain if "lora_" not in name]
     weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
     size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
     other_weights = sum(weight.numel() for weight in others)
@@ -121,9 +106,6 @@ def _quantized_bytes(weight: Any) -> int:
     state = weight.quant_state
     of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
     return byte_count([weight.data, state.absmax, state.code, *of_scales])
-
-
-# -- back to ordinary weights
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

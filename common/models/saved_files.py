@@ -1,6 +1,6 @@
-"""Write a model of which each rank holds a part, or a stage, as plain Transformers (or PEFT) loads it, file by file.
+"""Write a model of which each rank holds a part, or a stage, as Transformers (or PEFT) loads it.
 
-Transformers' `save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
+`save_pretrained` wants all weights on one host. Here no process holds more than a file beside its part.
 """
 
 import json
@@ -27,10 +27,7 @@ OF_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 def save_model(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
-    """Write the model's weights and configuration from rank 0, as `save_pretrained` does; called on every rank.
-
-    What the folder had of a model goes first, and the configuration comes last: an unfinished folder does not load.
-    """
+    """Write the model as `save_pretrained` does, the configuration last; called on every rank."""
     weights = weights_to_save(model)
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +54,7 @@ def weights_to_save(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def save_weights(
     weights: Mapping[str, torch.Tensor], folder: Path, is_main: bool, of_model: PreTrainedModel | None = None
 ) -> list[Path]:
-    """Write weights from rank 0, with their index last if there are several files; called on every rank; return these.
-
-    Of a model they get the names and shapes that its checkpoints have, which may not be those of its modules.
-    """
+    """Write weights by the names of `of_model`'s checkpoints, and return the files; called on every rank."""
     file_of: dict[str, str] = {}
     for file_name, names in _planned_files(weights, of_model).items():
         whole = full_weights(((name, weights[name]) for name in names), is_main)
@@ -86,10 +80,7 @@ def _write_index(folder: Path, file_of: Mapping[str, str], total_bytes: int, par
 def _planned_files(
     weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel | None = None
 ) -> dict[str, list[str]]:
-    """Return which weights are in which file: known from their shapes, before any is gathered.
-
-    Weights that a model's checkpoints have under other names stay together layer by layer: several may become one.
-    """
+    """Return which weights are in which file; a layer's stay together where checkpoints have other names for them."""
     planned = {name: _described(weight) for name, weight in weights.items()}
     most = file_bytes(byte_count(planned.values()))
     if of_model is None or revert_weight_conversion(of_model, planned).keys() == planned.keys():
@@ -111,18 +102,12 @@ def _planned_files(
 
 
 def _described(weight: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the whole weight's shape and type, without values; DeepSpeed (stage 3) has it beside."""
+    # the whole weight's shape and type, without values; DeepSpeed (stage 3) has it beside
     return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
 
 
-# -- stages
-
-
 def save_parts(model: PreTrainedModel | PeftModel, folder: Path, sharing: Sharing) -> None:
-    """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others.
-
-    Each rank writes its stage's weights as a part of a model in several files; of adapters the first writes all.
-    """
+    """Save all stages as one model: call it on every rank that has one, and `wait_for_parts` on the others."""
     if sharing.stage == 0:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()

@@ -1,7 +1,6 @@
-"""Attention of rows that lie end to end without padding: no row sees another.
+"""Attention of rows that lie end to end without padding: each has its own, on CUDA by PyTorch's `varlen_attn`.
 
-Transformers' own SDPA attention separates such rows by a mask of all tokens times all tokens, which no flash kernel
-takes. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
+Transformers' SDPA attention separates them by a mask of all tokens times all tokens, which no flash kernel takes.
 """
 
 from inspect import signature
@@ -16,11 +15,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SEPARATE_ROWS = "separate_rows"  # its name as an attention implementation; rows that are padded have SDPA's with it
+# decoders that are tested; of others some put more into the mask, which is not made here, than into the arguments
 KINDS = {
     "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",
     "smollm3",
 }  # fmt: skip
-"""Decoders that are tested. Of others some put more into the mask, which is not made here, than into the arguments."""
 WIDEST_HEAD = 256  # that `varlen_attn` takes (aten/.../flash_attn/flash_api.cpp)
 # before PyTorch 2.12 `varlen_attn` accepts grouped-query attention without `enable_gqa`
 ASKED_TO_SHARE_HEADS = "enable_gqa" in signature(varlen_attn).parameters
@@ -71,7 +70,13 @@ def attend_within_rows(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if not dropout and _kernel_takes(query, value):
-        return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+        # rotated under autocast, queries and keys are fp32
+        tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
+        window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
+        heads = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKED_TO_SHARE_HEADS else {}
+        about = {"scale": scaling, "window_size": window, **heads}
+        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        return varlen_attn(*tokens_first, *borders, **about).unsqueeze(0), None
     return _row_by_row(query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
 
 
@@ -103,24 +108,6 @@ def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
     width = value.shape[-1]
     fits = query.shape[-1] == width <= WIDEST_HEAD and width % 8 == 0 and value.element_size() == 2
     return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    borders: torch.Tensor,
-    longest: int,
-) -> torch.Tensor:
-    # rotated under autocast, queries and keys are fp32
-    tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-    window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
-    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKED_TO_SHARE_HEADS else {}
-    return varlen_attn(
-        *tokens_first, borders, borders, longest, longest, scale=scaling, window_size=window, **heads
-    ).unsqueeze(0)
 
 
 def _window(query: torch.Tensor, size: int | None) -> torch.Tensor | None:

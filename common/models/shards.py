@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -39,14 +40,9 @@ def byte_count(tensors: Iterable[torch.Tensor]) -> int:
 
 def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
     """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes."""
-    options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-    )
-    stager = DefaultStager(options)
-    try:
+    names = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+    with closing(DefaultStager(StagingOptions(**dict.fromkeys(names, False)))) as stager:  # open it would keep the copy
         return stager.stage(parts)
-    finally:
-        stager.close()  # it would keep the copy
 
 
 def full_weights(named: Iterable[tuple[str, torch.Tensor]], is_main: bool) -> dict[str, torch.Tensor]:

@@ -1,7 +1,4 @@
-"""A model in stages: each rank holds some of its layers, and the others' are left out before any weight is read.
-
-A stage is the model itself with other stages' layers taken out: names, masks and positions are the whole model's.
-"""
+"""A model in stages: each rank has the model with the other stages' layers taken out before any weight is read."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -55,10 +52,7 @@ class PassThrough(torch.nn.Module):
 
 
 def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
-    """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.
-
-    The last stage of a model whose head is tied to its embeddings keeps a copy of them.
-    """
+    """Take out of `model` what other stages hold; the last one keeps a copy of embeddings that are tied to its head."""
     is_last = stage == max(stage_map.values())
     if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
         model.whole_config = deepcopy(model.config)
@@ -84,16 +78,13 @@ def load_stage(
     source: str | Path | None = None,
     quantized: bool = True,
 ) -> PreTrainedModel:
-    """Return one stage of the base model, or of the model in `source`; nothing else of it is read into memory.
-
-    Random weights are drawn for all modules, one after the other: they are the same at any number of stages.
-    """
+    """Return one stage of the base model, or of the model in `source`; nothing else of it is read into memory."""
 
     def cut_unread(model: PreTrainedModel) -> None:
         cut(model, stage_map, stage)
         model._keys_to_ignore_on_load_unexpected = {r".*"}  # other stages' weights
 
-    def drop_unheld(name: str, module: torch.nn.Module) -> None:
+    def drop_unheld(name: str, module: torch.nn.Module) -> None:  # of random weights, alike at any number of stages
         is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")  # the head's, if they are tied
         if stage_of(name, stage_map) != stage and not is_copied:
             for key, weight in module.named_parameters(recurse=False):
@@ -107,10 +98,8 @@ def load_stage(
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
-    """Put adapters on this stage's layers, with the starting values that they would have on one device.
-
-    Adapters draw random numbers: so those of other stages are made, too, beside layers on `meta`, and taken out.
-    """
+    """Put adapters on this stage's layers, with the starting values that they would have on one device."""
+    # adapters draw random numbers: those of other stages are made, too, beside layers on `meta`, and taken out
     with torch.device("meta"):
         whole = model_class(run, model.config)(model.config)
     for name in stage_map:

@@ -62,11 +62,7 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
 
 
 def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool = False) -> dict[str, torch.nn.Module]:
-    """Return the linear layers of the given names, as `RunConfig.target_modules` says; `all-linear`: every one.
-
-    GPT-2's (`Conv1D`), and the experts of a layer together, count as linear layers; of a model that sees those of its
-    language part. A name matches as in PEFT: the whole name of a layer, or its last parts.
-    """
+    """Return the linear layers, `Conv1D` and experts too, of the language part that `target_modules` names."""
     part, head = language_part(model), model.get_output_embeddings()
     linears = {
         name: module for name, module in model.named_modules()
@@ -142,10 +138,9 @@ def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
 
 
 def leave_casts_to_autocast(model: PeftModel) -> None:
-    """Let adapters take their inputs as they are under autocast.
+    """Let adapters take their inputs as they are under autocast: PEFT casts each to fp32, and autocast casts it back.
 
-    PEFT casts each input to the adapter's fp32, and autocast casts it back: one copy for each adapter. Without this the
-    numbers are the same, except for dropout on a CPU, which then scales by a factor in 16 bits.
+    The numbers are the same, except for dropout on a CPU, which then scales by a factor in 16 bits.
     """
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
@@ -200,10 +195,7 @@ def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedMo
 
 
 def _leave_tower_without_gradients(model: PreTrainedModel) -> None:
-    """Let gradient checkpointing ask for no gradients in a frozen vision tower.
-
-    It makes the output of all input embeddings require gradients: the tower would be computed backward for nothing.
-    """
+    # gradient checkpointing lets all input embeddings' outputs require gradients: the tower's backward pass for nothing
     for name in vision_modules(model):
         for module in model.get_submodule(name).modules():
             if isinstance(module, PreTrainedModel):
@@ -224,10 +216,7 @@ def idle_weights(model: PreTrainedModel) -> int:
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Return how many parameters are trained, and how many multiply a token.
-
-    An embedding that is not also the head is only looked up, and a vision tower multiplies patches, not tokens.
-    """
+    """Return how many parameters are trained, and how many multiply a token: neither lookups nor a vision tower do."""
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     seeing = sum(weight_counts(base.get_submodule(name)) for name in vision_modules(base))

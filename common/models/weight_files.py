@@ -1,7 +1,4 @@
-"""Files of a model's weights: which holds which, and whether all is there, by their headers, before any tensor is read.
-
-The files are those that Transformers loads: `model.safetensors`, else those of `model.safetensors.index.json`.
-"""
+"""Files of a model's weights: which holds which, and whether all is there, by their headers, before any is read."""
 
 import json
 from collections.abc import Collection
@@ -21,9 +18,8 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
 AGAIN = "copy or download it again (`hf download`, or `git lfs pull` what is only a pointer), or pass another --model."
+# they list what a checkpoint lacks (a classifier's head), and what the library's own tensor parallel does not divide
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
-"""They list what a checkpoint lacks (of a classifier the head), and, wherever several ranks
-run, what the library's own tensor parallel, which is not asked for, does not divide."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +31,7 @@ class WeightInFile:
 
 
 def weights_in_files(source: str | Path, revision: str = "") -> dict[str, WeightInFile]:
-    """Return where each weight of a model's folder or Hub id is, by its name in the files; no tensor is read.
-
-    There are none of pickled weights (`.bin`), nor of a model of which a file is not in the Hub's cache yet.
-
-    Raises:
-        BadInputError: a file is missing, cut short or not safetensors; or the index is none, or contradicts its files.
-    """
+    """Return where each weight of a model is, by its name; empty if they are pickled, or not all in the cache yet."""
     single = _find(source, SAFE_WEIGHTS_NAME, revision)
     index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision)
     if single:
@@ -66,12 +56,7 @@ def weights_in_files(source: str | Path, revision: str = "") -> dict[str, Weight
 def check_weight_files(
     run: RunConfig, source: str | Path, kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> None:
-    """Check that the files of the run's base, in a folder or the Hub's cache, hold what its class `kind` needs.
-
-    Raises:
-        BadInputError: as `weights_in_files`; or weights are missing or of another shape than `config` says, but for a
-            classifier's head; or they are pickled, and the run reads them in parts.
-    """
+    """Check that the files of the run's base, in a folder or the Hub's cache, hold what its class `kind` needs."""
     stored = weights_in_files(source, run.model_revision)
     pickled = [_find(source, name, run.model_revision) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)]
     if not stored and any(pickled):
@@ -104,7 +89,6 @@ def check_weight_files(
 
 
 def _check_readable_in_parts(run: RunConfig) -> None:
-    """Refuse pickled weights where ranks read parts of a model: such a file is read as a whole."""
     sharing = run.parallelism
     if not (sharing.shards_weights or sharing.splits_matrices or sharing.pipelines):
         return
@@ -121,7 +105,6 @@ def _check_readable_in_parts(run: RunConfig) -> None:
 
 
 def _find(source: str | Path, name: str, revision: str) -> Path | None:
-    """Return a file of a folder or of a Hub id's in the cache, or None where there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -139,10 +122,8 @@ def _places(index: Path) -> dict[str, str]:
 
 def _header(file: Path) -> dict[str, WeightInFile]:
     said = f"{file}, which has {file.stat().st_size:,} bytes,"
-    with (
-        reading(said, f"It was not copied to its end, or is no safetensors file: {AGAIN}"),
-        safe_open(file, "pt") as opened,
-    ):
+    remedy = f"It was not copied to its end, or is no safetensors file: {AGAIN}"
+    with reading(said, remedy), safe_open(file, "pt") as opened:
         shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 (no dict)
         return {name: WeightInFile(file, tuple(shape)) for name, shape in shapes.items()}
 
