@@ -14,12 +14,12 @@ from bench.tools import TOOLS
 
 COMMAND = "python -m bench training"
 SEEDS = {"short": (42, 43, 44), "long": (42, 43)}
+# SFTTrainer as a user may set it; the soonest of them is the best-set one
 SFT_SET = ("sft-best", "sft-grouped", "sft-packed")
-"""SFTTrainer as a user may set it; the soonest of them is the best-set one."""
 QUICK_TOOLS, QUICK_ROWS = ("ours", "bare"), 16
 TIMES_SOONEST, TIMES_BEST_SET_SFT, SHARE_OF_BARE = 1.0, 1.2, 0.95
+# What a trial ended with: `seconds_to_loss` and `tokens_per_s`; None: the loss was not reached, or no epoch was
 Outcome = dict[str, float | None]
-"""What a trial ended with: `seconds_to_loss` and `tokens_per_s`; None: the loss was not reached, or no epoch was."""
 
 
 def entries(quick: bool) -> list[Entry]:

@@ -60,12 +60,11 @@ MEMORY = (
     Column("training's peak, planned (GiB)", partial(_most, name="planned_gib"), "{:.2f}"),
     Column("training's peak, measured (GiB)", partial(_most, name="peak_training_gib"), "{:.2f}"),
     Column(
-        "whole run's peak (GiB)",
-        lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"),
-        "{:.2f}",
+        "whole run's peak (GiB)", lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"), "{:.2f}"
     ),
     Column("trained parameters", "trained_parameters", "{:,}"),
 )
+# Where runs differ in one of these, quality or time cannot be put down to the settings
 WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
@@ -78,7 +77,6 @@ WHAT_COMPARES = (
     Column("threads of a device", "environment.threads_per_rank"),
     "seed as seed",
 )
-"""Where runs differ in one of these, quality or time cannot be put down to the settings."""
 
 
 class Line(NamedTuple):

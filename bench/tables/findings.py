@@ -76,10 +76,11 @@ def _memory(title: str, value_of: Callable[[Row], float], form: str) -> Column:
 
 
 SPEEDUP = Column("Speed-up", lambda row: mean_time_s(row["baseline"]) / mean_time_s(row), "{:.2f}x")
+# The fullest device's peak: of tensors on a CPU, of what is allocated on a GPU
 IN_TRAINING = _memory(
     "In training", lambda row: max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"]), "{:.3f} GiB"
 )
-"""The fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
+# By technique folder: what its first table compares, and the last column: what the technique is chosen for
 COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
@@ -92,7 +93,6 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
-"""By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 WHAT = (
     Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
     "short_figures",

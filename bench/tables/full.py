@@ -45,10 +45,8 @@ from common.reporting.rows import (
     step_s,
 )
 
-PROJECTED_LENGTH = 1024
-"""Tokens of a row in projections for GPU folders."""
-SMALL_LEARNING_RATE = 1e-5
-"""At which pure bf16 is compared with other precisions: that of the GPU folders."""
+PROJECTED_LENGTH = 1024  # tokens of a row in projections for GPU folders
+SMALL_LEARNING_RATE = 1e-5  # at which pure bf16 is compared with other precisions: that of the GPU folders
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
 
 

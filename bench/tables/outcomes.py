@@ -17,17 +17,17 @@ from common.reporting.page_runs import compared_phases
 from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]
+# What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
+# `loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped.
 EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
-"""What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
-`loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
+# What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`; of a run
+# that resumes also `lost_minutes`, and the longest wait for one of its saves, `held_up_s`.
 ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
-"""What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`;
-of a run that resumes also `lost_minutes`, and the longest wait for one of its saves, `held_up_s`."""
+# What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
+# it.
 FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
-"""What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
-it."""
+# What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns
 LLAMA_CPP_FILE = REPOSITORY / "bench" / "llama_cpp.json"
-"""What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns."""
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
@@ -77,6 +77,7 @@ FAULTS = {
     46: "control tokens in a text",
     47: "a base whose answers end with another token than its tokenizer's",
 }
+# Faults whose tests measure no time: the number, with which technique, the outcome, and the test
 ELSEWHERE = (
     (3, "all", "the previous checkpoint is used: a checkpoint gets its name when it is complete",
      "tests/unit/test_training.py"),
@@ -99,7 +100,6 @@ ELSEWHERE = (
     (46, "all", "learnt as text, or refused, and counted", "tests/unit/test_learnt_as_meant.py"),
     (47, "all", "learnt from the chat template", "tests/unit/test_answer_ends.py"),
 )  # fmt: skip
-"""Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
 # -- rows
@@ -179,8 +179,7 @@ ABOUT = (
 )
 # -- of the benchmark
 
-PHASE_BARS = (0.03, 0.1)
-"""Largest mean and largest single error of all phases of all kept runs."""
+PHASE_BARS = (0.03, 0.1)  # largest mean and largest single error of all phases of all kept runs
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
 
 Entry = dict[str, Any]

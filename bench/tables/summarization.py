@@ -31,16 +31,14 @@ from common.reporting.tasks import (
     score,
 )
 
+# `RunConfig.gradient_exchange` in words
 EXCHANGES = {
     "after": "after the backward pass, in buckets",
     "overlapped": "while it goes on, in buckets (DDP)",
     "overlapped-bf16": "while it goes on, in buckets, as bf16",
 }
-"""`RunConfig.gradient_exchange` in words."""
-ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
-"""The run whose settings are ours in the projections."""
-SAMSUM_ROWS = 14_732
-"""Training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once."""
+ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")  # the run whose settings are ours in the projections
+SAMSUM_ROWS = 14_732  # training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once
 
 # -- measured
 

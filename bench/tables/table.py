@@ -42,8 +42,8 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
+# By their names in records: what users call them
 LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
-"""By their names in records: what users call them."""
 
 
 def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:

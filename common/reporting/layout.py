@@ -8,10 +8,8 @@ from tabulate import tabulate
 
 from common.base.inert import printable
 
-CELL_COLUMNS = 42
-"""Widest cell; longer ones are wrapped."""
-BETWEEN = 2
-"""Blanks between two columns of a `simple` table, and after each header."""
+CELL_COLUMNS = 42  # widest cell; longer ones are wrapped
+BETWEEN = 2  # blanks between two columns of a `simple` table, and after each header
 
 
 def screen_width(most: int = 120) -> int:

@@ -36,22 +36,19 @@ from common.reporting.page_runs import (
 )
 from common.reporting.rows import is_comparable, result_files
 
-PAGE = REPOSITORY / "docs" / "results.html"
-"""The page of the kept records."""
-OWN_PAGE = REPOSITORY / "results.html"
-"""The page of the kept records and of this machine's runs."""
+PAGE = REPOSITORY / "docs" / "results.html"  # the page of the kept records
+OWN_PAGE = REPOSITORY / "results.html"  # the page of the kept records and of this machine's runs
 CHOSEN_AT_FIRST = ("2.1 python-batch16-seed42", "2.4 python-batch16-seed42")
 HERE = Path(__file__).parent
-RUNS_TOGETHER = 100
-"""Runs whose details are loaded at once."""
+RUNS_TOGETHER = 100  # runs whose details are loaded at once
+# Of details that stand in the page itself; where there are more, they stand in files beside it
 MOST_BYTES_WITHIN = 2_000_000
-"""Of details that stand in the page itself; where there are more, they stand in files beside it."""
 DETAILS_FOLDER = "results_details"
 PLACE = re.compile("@@([A-Z]+)@@")
 POINT_SIZE, HEIGHT = 90, 300
 COSTS = {"minutes": "Training (minutes)", "peak_gib": "Tensors in training (GiB)"}
+# What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak
 RUNS, LOSSES, MEMORY = (alt.NamedData(name=name) for name in ("runs", "losses", "memory"))
-"""What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_o
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
-MOST_POINTS = 500
-"""Of a curve: a chart has hardly more columns."""
-PLACES_PER_E_FOLD = 50
-"""Places that the chart of memory tells apart: two pixels each, and a point is seven wide."""
+MOST_POINTS = 500  # of a curve: a chart has hardly more columns
+PLACES_PER_E_FOLD = 50  # places that the chart of memory tells apart: two pixels each, and a point is seven wide
+# The settings of a run that asks for nothing, as they are shown
 USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMING}
-"""The settings of a run that asks for nothing, as they are shown."""
 
 Values = dict[str, Any]
 
@@ -54,6 +52,7 @@ def _tensors_gib(record: Record) -> float | None:
     return round(max(peaks), GIB_DIGITS) if any(peaks) else None
 
 
+# What the page has of a run
 VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
@@ -86,14 +85,13 @@ VALUES = {
         "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
     ),
 }
-"""What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
+# Of the page's table; those of numbers stand right, and are sorted as such
 COLUMNS = [
     {"key": key, "title": VALUES[key].title, "is_number": key in NUMBERS}
     for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality",
                 "metric", "model", "data", "precision", "rows_per_step", "seed")
 ]  # fmt: skip
-"""Of the page's table; those of numbers stand right, and are sorted as such."""
 
 
 def values_of(record: Record) -> Values:

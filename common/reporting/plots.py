@@ -15,8 +15,8 @@ from common.records.store import Record
 from common.reporting.rows import SCHEDULES, clock_seconds, metrics_of, task_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
+# Of lines: each colour with each style
 LOOKS = [{"linestyle": style, "color": f"C{colour}"} for style in ("-", "--", ":") for colour in range(10)]
-"""Of lines: each colour with each style."""
 
 
 def plot_losses(record: Record) -> Figure:
@@ -30,8 +30,7 @@ def plot_losses(record: Record) -> Figure:
     return figure
 
 
-MOST_NAMED = 20
-"""Runs that one picture of curves names; of more, those that ended best."""
+MOST_NAMED = 20  # runs that one picture of curves names; of more, those that ended best
 
 
 def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:

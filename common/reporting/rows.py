@@ -21,24 +21,16 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
 NOT_RUN = "not run"
+# What runs on one device and on several share when they are compared: strong scaling, or weak
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
-"""What runs on one device and on several share when they are compared: strong scaling, or weak."""
 SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
+# What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
-"""What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
 
-Kind = tuple[str, str]
-"""Technique and parallelism."""
-NAMING = (
-    "run_folder",
-    "run_name",
-    "results_root",
-    "resume_from_checkpoint",
-    "report_to",
-    "log_format",
-    "link",
-)
-"""Settings that say where results go and what they are called: no cause of a difference."""
+Kind = tuple[str, str]  # technique and parallelism
+# Settings that say where results go and what they are called: no cause of a difference
+NAMING = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
+# Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
@@ -46,11 +38,9 @@ FREE_SETTINGS = {
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
-"""Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
 T = TypeVar("T")
-Row = Mapping[str, Any]
-"""A record, or what has its shape."""
+Row = Mapping[str, Any]  # a record, or what has its shape
 
 
 @dataclass(frozen=True)
@@ -63,12 +53,12 @@ class Metric:
     shown: str
 
 
+# Of answers to questions; the one to look at first before the others
 ANSWER_METRICS = (
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
 )
-"""Of answers to questions; the one to look at first before the others."""
 
 
 # -- what is on this machine

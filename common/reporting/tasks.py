@@ -8,15 +8,7 @@ from statistics import fmean
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column, column, in_percent
 from common.reporting.layout import fitted
-from common.reporting.rows import (
-    ANSWER_METRICS,
-    Metric,
-    Row,
-    completed,
-    in_order,
-    settings_of_task,
-    with_seeds,
-)
+from common.reporting.rows import ANSWER_METRICS, Metric, Row, completed, in_order, settings_of_task, with_seeds
 
 
 @dataclass(frozen=True)
@@ -62,16 +54,10 @@ def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> floa
 
 ACCURACY = Column("Test accuracy (95 %)", partial(with_interval, score="accuracy"))
 ALLOWED = Column(
-    "Allowed",
-    partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"),
-    "{:.2f}x",
-    none="-",
+    "Allowed", partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"), "{:.2f}x", none="-"
 )
 SHARE = Column(
-    "Share",
-    partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"),
-    "{:.2f}",
-    none="-",
+    "Share", partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"), "{:.2f}", none="-"
 )
 PEAKS = "planned as Peak GiB, planned / measured"
 CLASSIFICATION = OwnTable(

@@ -33,8 +33,8 @@ MADE_BY_RUNS = {
 }  # fmt: skip
 AGAIN = "Repeat the run, or take the adapter as it was saved."
 PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")
+# Of a regular expression: several may have it compared without end. Runs and PEFT write one, `.*`, for each name.
 QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
-"""Of a regular expression: several may have it compared without end. Runs and PEFT write one, `.*`, for each name."""
 
 
 @dataclass(frozen=True)
