@@ -83,7 +83,7 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
     best_set = _soonest(seconds, SFT_SET)
     name = name_of(data, technique)
     return [
-        measured(f"{name}, {words}", _ratio(above, below), "ratio", COMMAND, at_least=bar)
+        measured(f"{name}, {words}", None if None in (above, below) else above / below, "ratio", COMMAND, at_least=bar)
         for words, above, below, bar in (
             (f"time to the loss, the soonest other tool ({soonest}) over ours", seconds[soonest], seconds["ours"],
              TIMES_SOONEST),
@@ -97,7 +97,3 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
 def _soonest(seconds: dict[str, float | None], tools: Sequence[str]) -> str:
     """Which of `tools` reaches the loss first; the first one where none does."""
     return min(tools, key=lambda tool: math.inf if seconds[tool] is None else seconds[tool])
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or below is None else above / below

@@ -38,7 +38,6 @@ from common.reporting.rows import (
     Row,
     baseline_of,
     completed,
-    is_comparable,
     kind_name,
     kind_of,
     with_seeds,
@@ -155,7 +154,7 @@ def _needed_before(run: RunConfig, records: list[Record]) -> Row:
         (
             record
             for record in records
-            if is_comparable(record) and record["run_folder"] == run.run_folder
+            if record["status"] == "completed" and record["run_folder"] == run.run_folder
             if all(record["config"].get(name, getattr(run, name)) == getattr(run, name) for name in chosen)
         ),
         "",

@@ -34,7 +34,7 @@ from common.reporting.page_runs import (
     memory_points,
     pareto_front,
 )
-from common.reporting.rows import is_comparable, result_files
+from common.reporting.rows import result_files
 
 PAGE = REPOSITORY / "docs" / "results.html"  # the page of the kept records
 OWN_PAGE = REPOSITORY / "results.html"  # the page of the kept records and of this machine's runs
@@ -63,7 +63,7 @@ class _Run:
 
 def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
     runs = {}
-    for record in filter(is_comparable, records):
+    for record in (each for each in records if each["status"] == "completed"):
         values, details = divided(record)
         peaks = list(compared_phases(record))
         runs[label_of(record)] = _Run(values, json_in_html(details), peaks, record["started_at"])

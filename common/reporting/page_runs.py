@@ -125,9 +125,9 @@ class Compared(NamedTuple):
     """A phase on one device of a run, in GiB: of tensors on a CPU, allocated on a GPU."""
 
     run: str
-    phase: str
     planned_gib: float
     measured_gib: float
+    phase: str = TRAINING
 
     @property
     def error(self) -> float:
@@ -141,13 +141,13 @@ def compared_phases(record: Record) -> Iterator[Compared]:
         planned, measured = (entry.get(f"{kind}_gib_by_phase", {}).get(phase) for kind in ("planned", "peak"))
         if planned and measured:  # a phase may hold nothing on a device
             run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
-            yield Compared(run, phase, planned, measured)
+            yield Compared(run, planned, measured, phase)
 
 
 def memory_points(peaks: Iterable[Compared]) -> list[Values]:
     """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
     points: dict[tuple[object, ...], Values] = {}
-    for run, phase, *pair in peaks:
+    for run, *pair, phase in peaks:
         planned, measured = (max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in pair)
         place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned, measured)))
         new = {"run": run, "phase": phase, "planned": planned, "measured": measured, "peaks": 0}

@@ -140,11 +140,6 @@ def task_of(record: Record) -> str:
     return record["config"].get("task", "chat")
 
 
-def is_comparable(record: Record) -> bool:
-    """Return whether a run completed."""
-    return record["status"] == "completed"
-
-
 def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
     """Return the completed runs of these kinds (of all, if none is given) that stand in the tables of `task`.
 
@@ -153,7 +148,7 @@ def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> li
     return [
         record
         for record in records
-        if is_comparable(record) and TASKS[task_of(record)].reporting == TASKS[task].reporting
+        if record["status"] == "completed" and TASKS[task_of(record)].reporting == TASKS[task].reporting
         if not kinds or kind_of(record) in kinds
     ]
 
@@ -241,7 +236,7 @@ def baseline_of(record: Row, records: Iterable[Record], same: str) -> Record | N
     found = [
         candidate
         for candidate in records
-        if is_comparable(candidate) and PARALLELISMS[candidate["parallel"]].is_single
+        if candidate["status"] == "completed" and PARALLELISMS[candidate["parallel"]].is_single
         if workload(candidate, same) == shared and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
