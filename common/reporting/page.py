@@ -71,10 +71,7 @@ def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
 
 
 def _as_lists(rows: list[Values], numbers: dict[str, int]) -> dict[str, Any]:
-    """Return rows as lists of their values without the keys; of a text there is a list with its number.
-
-    So each text stands in the page once; `numbers` gets those that it lacks.
-    """
+    """Return rows as lists of values; of a text, a list with its number in `numbers`, which gets those it lacks."""
 
     def number_of(value: object) -> object:
         return [numbers.setdefault(value, len(numbers))] if isinstance(value, str) else value
@@ -89,10 +86,7 @@ def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
 
 
 def page_and_details(kept: Iterable[Record], own: Iterable[Record] = ()) -> tuple[str, list[str]]:
-    """Return the page, and the scripts with the runs' details that stand beside it; few runs need none.
-
-    The records are read one by one.
-    """
+    """Return the page, and the scripts with the runs' details beside it, which few runs do not need."""
     own_runs = _by_label(own)
     by_label = _by_label(kept) | own_runs
     runs = [by_label[label] for label in sorted(by_label)]
@@ -154,10 +148,7 @@ def write_page(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -
 
 
 def open_page() -> str:
-    """Write the page of the kept records and this machine's runs, open it where there is a screen, and say where it is.
-
-    Without a screen a browser for terminals would open, which shows none of it.
-    """
+    """Write the page of kept records and this machine's runs, open it where there is a screen, and say where it is."""
     kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
     write_page(OWN_PAGE, kept, own)
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
@@ -165,14 +156,8 @@ def open_page() -> str:
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"
 
 
-# -- its charts
-
-
 def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
-    """Return each chart's Vega-Lite specification by its place on the page, which gives them their data.
-
-    `memory` has the points of `memory_points`.
-    """
+    """Return each chart's Vega-Lite specification by its place on the page; `memory`: of `memory_points`."""
     by_place = {
         "quality-time": quality_against(runs, "minutes"),
         "quality-memory": quality_against(runs, "peak_gib"),

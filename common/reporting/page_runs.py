@@ -100,11 +100,7 @@ def values_of(record: Record) -> Values:
 
 
 def divided(record: Record) -> tuple[Values, Values]:
-    """Return what the table and the charts show of a run, and what is loaded once it is chosen.
-
-    The latter has the losses, too, and of the settings those that differ from the usual: None means nothing for the
-    run.
-    """
+    """Return what table and charts show of a run, and what a choice loads: losses, settings that are not the usual."""
     values = values_of(record)
     settings = values.pop("settings")
     details = {

@@ -83,10 +83,7 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
 
 
 def plot_scores(results_folder: Path) -> Figure:
-    """Plot the similarity score of each test question, before and after, sorted by the score before.
-
-    Of a run without a baseline those after training alone.
-    """
+    """Plot each test question's similarity score, sorted, before (in a run with a baseline) and after."""
     files = {when: results_folder / f"predictions_{when}.csv" for when in ("before", "after")}
     scores = {when: pd.read_csv(file)["similarity_score"] for when, file in files.items() if file.exists()}
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -178,10 +175,7 @@ def plot_confusion(record: Record) -> Figure:
 
 
 def plot_cost(table: pd.DataFrame) -> Figure:
-    """Plot time and bill of each line of the table `summarization-cost`, on logarithmic scales.
-
-    Published results, projections with the published settings and projections with ours differ in colour.
-    """
+    """Plot time and bill of each line of the table `summarization-cost`, in colours by where the figures come from."""
     kinds = table["Figures"].str.split("[:;]").str[0]
     networks = table["Network"].where(~kinds.eq("published"), "published")
     names = table["Machines"].str.split(" (", regex=False).str[0] + ", " + networks

@@ -141,10 +141,7 @@ def task_of(record: Record) -> str:
 
 
 def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
-    """Return the completed runs of these kinds (of all, if none is given) that stand in the tables of `task`.
-
-    In those of chats stands what chats: a task from outside may name no table of its own.
-    """
+    """Return the completed runs of these kinds (none: of all) in the tables of `task`; in chats', what has no own."""
     return [
         record
         for record in records
@@ -190,10 +187,7 @@ def with_seeds(runs: Iterable[Record]) -> list[Row]:
 
 
 def settings_of_task(records: list[Record], task: str) -> list[Row]:
-    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline".
-
-    Runs of a notebook are left to it.
-    """
+    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline"."""
     by_command = [run for run in in_order(records, task) if run["launcher"] in ("python", "torchrun", "acclaunch")]
     return [
         {**row, "baseline": row if PARALLELISMS[row["parallel"]].is_single else baseline_of(row, records, STRONG)}
@@ -202,20 +196,14 @@ def settings_of_task(records: list[Record], task: str) -> list[Row]:
 
 
 def settings_of(run: Record) -> dict[str, Any]:
-    """Return the settings that may cause a difference; None: it means nothing for this run.
-
-    Those that a record is too old for were at their defaults.
-    """
+    """Return the settings that may cause a difference (old records': defaults); None: it means nothing for this run."""
     config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING}
     idle = idle_settings(config)
     return {name: None if name in idle else value for name, value in config.items()}
 
 
 def workload(record: Row, same: str) -> dict[str, object]:
-    """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
-
-    `same` is `STRONG` or `WEAK`.
-    """
+    """Return what two runs must share to be compared in time; `same`: `STRONG` or `WEAK`."""
     config = {**DEFAULTS, **record["config"]}  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
@@ -227,11 +215,7 @@ def workload(record: Row, same: str) -> dict[str, object]:
 
 
 def baseline_of(record: Row, records: Iterable[Record], same: str) -> Record | None:
-    """Return the one-device run of the same `workload` that `record` is compared with.
-
-    A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
-    baseline.
-    """
+    """Return the one-device run of the same `workload`, preferably by command; a base in 4 bits has none."""
     shared = workload(record, same)
     found = [
         candidate
@@ -243,10 +227,7 @@ def baseline_of(record: Row, records: Iterable[Record], same: str) -> Record | N
 
 
 def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: str) -> list[Row]:
-    """Return each run with its "baseline" (see `baseline_of`) and its "ceiling", the highest speed-up to expect.
-
-    Before the first run of a baseline stands the baseline.
-    """
+    """Return each run, after its "baseline" (see `baseline_of`), with its "ceiling", the highest speed-up to expect."""
     rows: list[Row] = []
     shown: list[Record] = []
     for run in runs:

@@ -48,10 +48,7 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
 
 
 def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
-    """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
-
-    The Modelfile names no template, so that Ollama renders the one in the GGUF file.
-    """
+    """Write `model` into a new folder for `ollama create`; its Modelfile leaves the template to the GGUF file."""
     tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     stops = saved_stops(model, tokenizer)
     stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])

@@ -97,13 +97,10 @@ class Judge:
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Return the mean of the last hidden states over each text's tokens, (texts, hidden), fp32; of none zeros.
-
-        MiniLM gets its special tokens, with which it was trained; a language model gets none.
-        """
+        """Return the mean last hidden state of each text's tokens, (texts, hidden), fp32; zeros of no text."""
         if not any(texts):
             return torch.zeros(len(texts), self.model.config.get_text_config().hidden_size, device=self.model.device)
-        is_encoder = self.name == "minilm"
+        is_encoder = self.name == "minilm"  # trained with its special tokens
         longest = MAX_TOKENS if is_encoder else longest_readable(self.model.config)  # a reference may be longer
         cut = {"truncation": longest is not None, "max_length": longest}
         padded = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
