@@ -68,7 +68,7 @@ def table_pages() -> ModuleType:
         if missing.name != "bench":
             raise
         raise BadInputError(
-            "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
+            "Pages' tables need a clone of the repository: `--results` or `--open` shows runs."
         ) from None
     return pages
 

@@ -112,9 +112,7 @@ COLUMNS = {
     # what was run
     "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
     "model": Column("Model", model_of),
-    "machine": Column(
-        "Machine", lambda row: device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
-    ),
+    "machine": Column("Machine", lambda row: device_name(row) + " per device" * (row["config"]["device"] == "cpu")),
     "devices": Column("Devices", devices_of),
     "device_count": Column("Devices", "config.devices"),
     "setting": Column("Setting", setting_name),

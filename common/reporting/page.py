@@ -186,9 +186,7 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
             y=alt.Y("quality:Q", title="Quality after training", scale=alt.Scale(zero=False)),
             color=alt.Color("technique:N", title=None, legend=alt.Legend(orient="top")),
             shape=alt.Shape("parallel:N", title=None, legend=alt.Legend(orient="top", columns=4)),
-            tooltip=[
-                alt.Tooltip(f"{name}:N") for name in ("run", "metric", "quality", "minutes", "peak_gib", "device")
-            ],
+            tooltip=[alt.Tooltip(f"{key}:N") for key in ("run", "metric", "quality", "minutes", "peak_gib", "device")],
         )
         .transform_filter(in_group)
         .transform_filter(f"datum.{cost} > 0 && datum.quality !== null && !datum.is_trial")  # as `comparable`

@@ -127,9 +127,7 @@ def plot_timeline(passes_by_schedule: dict[str, list[list[tuple[str, int, float,
         axes.set(yticks=range(len(stages)), yticklabels=[f"stage {stage}" for stage in range(len(stages))])
         axes.set_title(SCHEDULES[schedule], loc="left", fontsize=9)
         axes.invert_yaxis()
-    panels[-1, 0].set_xlabel(
-        "ms since the step began; blue: forward, orange: backward, white: idle; numbers: micro-batch"
-    )
+    panels[-1, 0].set_xlabel("ms in the step; blue: forward, orange: backward, white: idle; numbers: micro-batch")
     return figure
 
 

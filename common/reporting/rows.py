@@ -94,9 +94,7 @@ def called(records: Sequence[Record], names: Sequence[str]) -> list[Record]:
     for name in names:
         if not any(_is_called(record, name) for record in records):
             meant = closest(name, {each for record in records for each in _names_of(record)})
-            question = (
-                f"did you mean {meant}?" if meant else "`python -m common.report --results` lists those there are."
-            )
+            question = f"did you mean {meant}?" if meant else "`python -m common.report --results` lists what there is."
             raise BadInputError(f"No run here is called {name}: {question}")
     return [record for record in records if any(_is_called(record, name) for name in names)]
 

@@ -35,22 +35,22 @@ def with_interval(row: Row, score: str) -> str:
     return "{:.4f} ({:.3f} to {:.3f})".format(after[score], *after[f"{score}_interval"])
 
 
-def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> float | None:
-    """Return the speed-up that the machine or the bubble allows, or the share of it that was reached.
+def _measured_in_the_run(title: str, of_ceiling: str, of_pipeline: str, form: str) -> Column:
+    """Return a column of what the machine's ceiling or the pipeline says, whichever a run has.
 
     Both were measured in the run itself: a machine may be slower an hour later, when one device has its turn.
     """
-    ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
-    return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
+
+    def value(row: Row) -> float | None:
+        ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
+        return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
+
+    return Column(title, value, form, none="-")
 
 
 ACCURACY = Column("Test accuracy (95 %)", partial(with_interval, score="accuracy"))
-ALLOWED = Column(
-    "Allowed", partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"), "{:.2f}x", none="-"
-)
-SHARE = Column(
-    "Share", partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"), "{:.2f}", none="-"
-)
+ALLOWED = _measured_in_the_run("Allowed", "strong", "allowed_speedup", "{:.2f}x")
+SHARE = _measured_in_the_run("Share", "reached", "share_of_allowed", "{:.2f}")
 PEAKS = "planned as Peak GiB, planned / measured"
 CLASSIFICATION = OwnTable(
     (
