@@ -243,7 +243,7 @@ def main() -> None:
         help="where runs of these names were told to write, in place of the run folders",
     )  # fmt: skip
     parser.add_argument(
-        "--picture", type=Path, help=f"file of the curves; default: {PICTURE_NAME} beside the first run"
+        "--picture", type=Path, help=f"where the curves go; without it, {PICTURE_NAME} beside the first run"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with the curves' points")
     options = parser.parse_args()

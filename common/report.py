@@ -68,7 +68,7 @@ def table_pages() -> ModuleType:
         if missing.name != "bench":
             raise
         raise BadInputError(
-            "Pages' tables need a clone of the repository: `--results` or `--open` shows runs."
+            "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
         ) from None
     return pages
 
