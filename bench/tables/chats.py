@@ -8,7 +8,18 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from bench.tables.table import FULL_DDP, FULL_FSDP, FULL_ZERO3, LORA, LORA_DDP, Table, column, published, waiting
+from bench.tables.table import (
+    FULL_DDP,
+    FULL_FSDP,
+    FULL_ZERO3,
+    LORA,
+    LORA_DDP,
+    Table,
+    column,
+    copies_of,
+    published,
+    waiting,
+)
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
@@ -20,7 +31,6 @@ from common.reporting.rows import (
     Row,
     beside_one_device,
     completed,
-    copies_of,
     data_parallel_ranks,
     kind_name,
     kind_of,
@@ -77,7 +87,7 @@ def _shared_by(row: Row) -> str:
 
 def _what(row: Row) -> str:
     is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
-    return kind_name(*kind_of(row)) + (", same rows each" if is_weak else "")
+    return kind_name(row) + (", same rows each" if is_weak else "")
 
 
 # -- rows

@@ -93,7 +93,7 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
 WHAT = (
-    Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
+    Column("Approach", lambda row: kind_name(row).replace(" fine-tuning with", " with")),
     "short_figures",
     "short_devices",
     "batch",

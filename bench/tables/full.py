@@ -16,6 +16,7 @@ from bench.tables.table import (
     PROJECTED,
     Table,
     approach,
+    copies_of,
     not_run,
     published,
 )
@@ -38,7 +39,6 @@ from common.reporting.rows import (
     beside_one_device,
     clock,
     completed,
-    copies_of,
     groups_of,
     kind_of,
     model_of,

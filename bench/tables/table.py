@@ -26,7 +26,6 @@ from common.reporting.rows import (
     Row,
     clock_seconds,
     completed,
-    copies_of,
     data_parallel_ranks,
     devices_of,
     first_device,
@@ -135,6 +134,11 @@ def not_run(folder: Path, run: RunConfig) -> Row:
     }
 
 
+def copies_of(row: Row) -> int:
+    """Return how many sharded copies of the model the ranks held; older records have no such setting."""
+    return row["config"].get("dp_replicate_size", 1)
+
+
 def approach(row: Row) -> str:
     """Return what was done, what started it, unless `python` did, and whether weights were random.
 
@@ -143,7 +147,7 @@ def approach(row: Row) -> str:
     hybrid = f" ({copies_of(row)} copies)" if copies_of(row) > 1 else ""
     launcher = LAUNCHERS.get(row["launcher"], row["launcher"])
     weights = "random weights" if row["config"].get("weights") == "random" else ""
-    return ", ".join(filter(None, (f"{kind_name(*kind_of(row))}{hybrid}", launcher, weights)))
+    return ", ".join(filter(None, (f"{kind_name(row)}{hybrid}", launcher, weights)))
 
 
 # -- columns and tables

@@ -13,7 +13,6 @@ from common.reporting.rows import (
     device_name,
     devices_of,
     kind_name,
-    kind_of,
     model_of,
     setting_name,
 )
@@ -110,7 +109,7 @@ def _share_of_facts(title: str, path: str) -> Column:
 
 COLUMNS = {
     # what was run
-    "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
+    "kind": Column("Approach", kind_name),
     "model": Column("Model", model_of),
     "machine": Column("Machine", lambda row: device_name(row) + " per device" * (row["config"]["device"] == "cpu")),
     "devices": Column("Devices", devices_of),

@@ -241,16 +241,16 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 # -- what a run is called
 
 
-def kind_name(technique: str, parallel: str) -> str:
-    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
-    how = PARALLELISMS[parallel]
-    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
+def kind_name(row: Row) -> str:
+    """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
+    how = PARALLELISMS[row["parallel"]]
+    return TECHNIQUES[row["technique"]].title + ("" if how.is_single else f" with {how.label}")
 
 
 def setting_name(row: Row) -> str:
     """Return `LoRA with PP, 8 micro-batches`, or `LoRA, exchanged (control)`, which learns the rejected answers."""
     control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
-    return kind_name(*kind_of(row)) + in_parts(row) + control
+    return kind_name(row) + in_parts(row) + control
 
 
 def in_parts(row: Row) -> str:
@@ -259,11 +259,6 @@ def in_parts(row: Row) -> str:
     if not parts or not PARALLELISMS[row["parallel"]].pipelines:  # the former of a run folder that nobody has run
         return ""
     return f", {parts} micro-batches" if parts > 1 else ", 1 micro-batch (naive MP)"
-
-
-def copies_of(row: Row) -> int:
-    """Return how many sharded copies of the model the ranks held; older records have no such setting."""
-    return row["config"].get("dp_replicate_size", 1)
 
 
 def model_of(row: Row) -> str:
