@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Image, List, Value
-from PIL import Image as Pictures
-from PIL import ImageDraw
+from PIL import Image as Pictures, ImageDraw
 
 SEED = 20263
 OUT_DIR = Path(__file__).resolve().parent / "pictured_exhibits"

@@ -8,8 +8,8 @@ from importlib import import_module
 
 from bench.entries import save
 
+# A part is a module of that name with a function `entries`
 PARTS = ("training", "vocabulary", "scaling", "planner", "gpu")
-"""A part is a module of that name with a function `entries`."""
 
 
 def main() -> None:

@@ -35,12 +35,7 @@ class Entry:
 
 
 def measured(
-    name: str,
-    value: float | None,
-    unit: str,
-    command: str,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    name: str, value: float | None, unit: str, command: str, at_least: float | None = None, at_most: float | None = None
 ) -> Entry:
     """An entry, judged by its bar where it has one (one of the two); what was not reached does not hold."""
     if at_most is not None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from common.base.paths import REPOSITORY
 
-CHARACTERS = 16_384
-"""Of an answer: more than 4,096 tokens of the embedded tokenizer."""
+CHARACTERS = 16_384  # of an answer: more than 4,096 tokens of the embedded tokenizer
 ROWS = {"train": 512, "validation": 16, "test": 16}
 SEED = 20264
 

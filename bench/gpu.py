@@ -37,8 +37,7 @@ from common.training.results import speed_figures
 
 TRIALS_PATH = REPOSITORY / "bench" / "gpu_trials.json"
 FOLDERS = {"full": "2.4_full_finetuning/run_2_h200_141g_x1", "lora": "2.1_lora_finetuning/run_2_h200_141g_x1"}
-STEPS = 5
-"""Of the optimizer; the first one also warms up, and is not timed."""
+STEPS = 5  # of the optimizer; the first one also warms up, and is not timed
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Scale:
     device: str
 
 
-MODEL, LENGTH, ROWS = "llama-3.1-8b", 4096, 3
-"""Rows of a micro-batch: four may not fit in 141 GB with full fine-tuning."""
+MODEL, LENGTH, ROWS = "llama-3.1-8b", 4096, 3  # rows of a micro-batch: four may not fit in 141 GB with full fine-tuning
 GPU_SCALE = Scale(MODEL, LENGTH, ROWS, "cuda")
 REHEARSED_SCALE = Scale("assets/embedded_base", 64, 2, "cpu")
 
@@ -91,6 +89,7 @@ class Trial:
 LIGER, COMPILED = {"use_liger_kernel": True}, {"torch_compile": True}
 FUSED_ADAMW, FOUR_BATCHES = {"optim": "adamw_torch_fused"}, {"gradient_accumulation_steps": 4}
 NO_NORM, LOGITS, CUDNN = LEVERS
+# What a user can set
 TRIALS = (
     Trial("lora", "as it comes"),
     Trial("lora", "Liger's kernels", LIGER),
@@ -100,7 +99,7 @@ TRIALS = (
     Trial("full", "compiled", COMPILED),
     Trial("full", "compiled, 4 micro-batches a step", COMPILED | FOUR_BATCHES),
 )
-"""What a user can set."""
+# What the loop may get: the most promising first
 LEVER_TRIALS = (
     Trial("full", "compiled, fused AdamW, 4 micro-batches", COMPILED | FUSED_ADAMW | FOUR_BATCHES, (NO_NORM,)),
     Trial("lora", "compiled, large chunks", COMPILED, (LOGITS, NO_NORM)),
@@ -110,7 +109,6 @@ LEVER_TRIALS = (
           (LOGITS, CUDNN, NO_NORM)),
     Trial("full", "compiled, fused AdamW", COMPILED | FUSED_ADAMW, (NO_NORM,)),
 )  # fmt: skip
-"""What the loop may get: the most promising first."""
 
 
 def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
@@ -156,8 +154,7 @@ def take_steps(log: recorder.Trial, *callbacks: TrainerCallback) -> TrainingLoop
 
 GPU = "H200 141GB SXM"
 COMMAND = "python -m bench.lease --only steps"
-MFU_BARS = {"full": 0.58, "lora": 0.51}
-"""Least share of the GPU's dense peak, by `COUNTED`."""
+MFU_BARS = {"full": 0.58, "lora": 0.51}  # least share of the GPU's dense peak
 LORA_OVER_FULL = 1.25
 
 

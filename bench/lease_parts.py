@@ -213,7 +213,9 @@ def point_parts(card: Gpu | None) -> list[Part]:
     """Return points of the planner that are not kept yet, of all kinds; three small ones are measured at once."""
     if card is None:
         return [_point_part(point, None) for point in REHEARSED_POINTS]
-    known = planner_points.known_points(planner_points.kept_records(), card.name)
+    known = [
+        planner_points.point_of(each) for each in read_kept(planner_points.POINTS_PATH) if each["gpu"] == card.name
+    ]
     missing = [point for point in planner_points.all_points() if point not in known]
     random.Random(0).shuffle(missing)  # so that any first few are of different kinds
     return [_point_part(point, card) for point in missing]

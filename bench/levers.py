@@ -14,8 +14,8 @@ from common.planning import memory_plan, phases
 from common.planning.gpu_overhead import memory_of_step
 from common.training.loop import TrainingLoop
 
+# Of a chunk, on a card with room for about 4 GiB of them: a head's product of 261 tokens (2^25 logits) is too thin
 MANY_LOGITS = 2**28
-"""Of a chunk, on a card with room for about 4 GiB of them: a head's product of 261 tokens (2^25 logits) is too thin."""
 
 
 def without_wait_for_norm() -> AbstractContextManager[Any]:
@@ -48,8 +48,8 @@ def cudnn_attention() -> Iterator[None]:
         yield
 
 
+# A CPU, on which parts are rehearsed, has no cuDNN
 CUDNN = SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
-"""A CPU, on which parts are rehearsed, has no cuDNN."""
 
 
 def attend_in_a_batch(

@@ -39,8 +39,9 @@ PACKAGES = ("llama_cpp_python", "gguf", "transformers", "torch")
 VOCABULARY, CONTEXT = 1536, 512
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CONTEXT}  # fmt: skip
+# Pre-tokenizers in llama.cpp's words, by the `model_type` of small bases
 FAMILIES = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
-"""Pre-tokenizers in llama.cpp's words, by the `model_type` of small bases."""
+# What pre-tokenizers divide differently
 TEXTS = (
     "In 1527, 12345678 guests; I'VE seen they'll don't.",
     "  two  spaces\tand\ta tab \n\n\n three lines\r\nand  \n two ",
@@ -49,7 +50,6 @@ TEXTS = (
     "<|user|>in the text<|end|> <|assistant|> spaced",
     "e\u0301 decomposed, a\u00a0no-break space, \u200bzero width",
 )
-"""What pre-tokenizers divide differently."""
 
 
 def make_base(model_type: str, pre_tokenizer: str, folder: Path) -> Path:

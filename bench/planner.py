@@ -10,15 +10,17 @@ import sys
 import timeit
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.entries import Entry, measured
-from bench.planner_points import POINTS_PATH, SHAPES, Step, kept_records, point_of, step_of
+import torch
+
+from bench.entries import Entry, measured, read_kept
+from bench.planner_points import POINTS_PATH, SHAPES, Step, point_of, step_of
 from common.base.paths import REPOSITORY
 from common.checks.dry_run import dry_run
 from common.models.placement import place_stages
@@ -26,6 +28,7 @@ from common.planning.architectures import read_architecture
 from common.planning.job import job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.shares import whole_model
+from common.reporting.page_runs import Compared
 from common.reporting.rows import NOT_RUN
 
 COMMAND = "python -m bench planner"
@@ -66,20 +69,6 @@ print(dry_run(run, BatchShape(1, 2048, 2047)).peak_gib)
 DRY_RUN = [sys.executable, "-c", DRY_RUN_CODE]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """What was planned for a point, and what was found, both in GiB."""
-
-    point: str
-    planned_gib: float
-    found_gib: float
-
-    @property
-    def error(self) -> float:
-        """Above zero: too much was planned."""
-        return self.planned_gib / self.found_gib - 1
-
-
 def entries(quick: bool) -> list[Entry]:
     """All of the planner's figures; `quick`: with few points of the dry run, and once instead of five times."""
     points = dry_run_grid()
@@ -105,7 +94,7 @@ def error_entries(
         ]
     worst = max(compared, key=lambda each: abs(each.error))
     mean = statistics.fmean(abs(each.error) for each in compared)
-    where = f"{worst.point}: {worst.planned_gib:.2f} of {worst.found_gib:.2f} GiB"
+    where = f"{worst.run}: {worst.planned_gib:.2f} of {worst.measured_gib:.2f} GiB"
     return [
         measured(f"{name}, {len(compared)} points: mean error", mean, "share", command, at_most=bars[0]),
         measured(f"{name}: worst error ({where})", abs(worst.error), "share", command, at_most=bars[1]),
@@ -182,15 +171,9 @@ def compared_with_dry_run(points: Sequence[Step]) -> list[Compared]:
     """Closed form and dry run of each point; dry runs take a second each, and so several processes."""
     workers = min(MOST_WORKERS, os.cpu_count() or 1)
     # spawned, not forked: torch has threads already
-    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as at_once:
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as at_once:
         found = zip(points, at_once.map(dry_run_gib, points), strict=True)
         return [Compared(point.name, closed_form_gib(point), gib) for point, gib in found]
-
-
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def dry_run_gib(point: Step) -> float:
@@ -213,7 +196,7 @@ def closed_form_gib(point: Step) -> float:
 
 def gpu_entries(path: Path) -> list[Entry]:
     """What `bench.planner_points` measured: errors of closed form and dry run."""
-    ran = [record for record in kept_records(path) if record["outcome"] == "ran"]
+    ran = [record for record in read_kept(path) if record["outcome"] == "ran"]
     ours, dry = (
         [
             Compared(point_of(record).step.name, record[planned], record["allocated_gib"])

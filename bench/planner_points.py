@@ -5,9 +5,8 @@ Every point is a model with random weights, made on the GPU, and two optimizer s
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
 
-import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -201,16 +200,6 @@ def with_dry_run(record: dict[str, Any]) -> dict[str, Any]:
         return record
     step = point_of(record).step
     return {**record, "dry_run_gib": dry_run(step.run, step.batch).peak_gib}
-
-
-def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:
-    """The records of the file at `path`; none where there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-
-
-def known_points(records: Sequence[dict[str, Any]], gpu: str) -> list[Point]:
-    """The points that the records have of the GPU of that name."""
-    return [point_of(record) for record in records if record["gpu"] == gpu]
 
 
 def point_of(record: dict[str, Any]) -> Point:

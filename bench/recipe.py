@@ -16,23 +16,23 @@ from common.models.trained_weights import with_trained_weights
 from common.runtime import recorder
 
 TECHNIQUES = ("lora", "full")
+# Rows of an optimizer step: of the embedded rows as they are, joined to conversations, and of random tokens
 BATCH_SIZES = {"short": 16, "long": 8, "random": 2}
-"""Rows of an optimizer step: of the embedded rows as they are, joined to conversations, and of random tokens."""
+# Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate
 TARGET_LOSSES = {("short", "lora"): 0.1, ("short", "full"): 0.05, ("long", "lora"): 0.5, ("long", "full"): 0.4}
-"""Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate."""
+# The learning rate, of this one, its half and its double, with which a tool takes the fewest steps (seed 7)
 RATES = {("short", "lora"): 5e-4, ("short", "full"): 2e-3, ("long", "lora"): 1e-3, ("long", "full"): 4e-3}
-"""The learning rate, of this one, its half and its double, with which a tool takes the fewest steps (seed 7)."""
+# The same of tools that are best with another one
 OTHER_RATES = {
     **dict.fromkeys((("short", "lora", tool) for tool in ("trainer", "sft-best")), 1e-3),
     **dict.fromkeys((("short", "full", tool) for tool in ("trainer-grouped", "sft-grouped")), 4e-3),
 }
-"""The same of tools that are best with another one."""
 MOST_EPOCHS = 6
 CHECKS_PER_EPOCH = 4
 
 LONG_TRAIN_ROWS, LONG_VALIDATION_ROWS, LONG_SEED = 256, 32, 20263
+# Tokens of a long row, and of their lognormal lengths the standard deviation of the logarithms
 LEAST, MOST, MEDIAN, SPREAD = 20, 1000, 80, 1.1
-"""Tokens of a long row, and of their lognormal lengths the standard deviation of the logarithms."""
 RANDOM_ROWS, RANDOM_LENGTH = 10, 1024
 VALIDATION_ROWS_AT_ONCE = 8
 

@@ -15,12 +15,9 @@ from common.training.ddp import data_parallel
 from common.training.loop import TrainingLoop
 
 COMMAND = "python -m bench scaling"
-BARS = {16: 0.85, 64: 0.93}
-"""By rows of the global batch: least share of the machine's ceiling."""
-STEPS = {16: 8, 64: 3}
-"""By rows of the global batch: optimizer steps of a round, about a second."""
-LAUNCHES, ROUNDS = 3, 7
-"""Of one launch all rounds may be slower than of the next."""
+BARS = {16: 0.85, 64: 0.93}  # by rows of the global batch: least share of the machine's ceiling
+STEPS = {16: 8, 64: 3}  # by rows of the global batch: optimizer steps of a round, about a second
+LAUNCHES, ROUNDS = 3, 7  # of one launch all rounds may be slower than of the next
 FIGURES = {"speedup": "steps per second", "strong": "the machine's ceiling", "reached": "share of the ceiling"}
 
 

@@ -24,8 +24,8 @@ RECIPE = (
     "per_device_train_batch_size", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "weight_decay", "max_grad_norm", "seed",
 )  # fmt: skip
+# Tokens of a block of packed rows: those of about a batch, or at least of the longest row
 PACKED_TOKENS = {"short": 512, "long": 1024}
-"""Tokens of a block of packed rows: those of about a batch, or at least of the longest row."""
 
 
 def train_ours(clock: Clock) -> None:

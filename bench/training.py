@@ -14,12 +14,12 @@ from bench.tools import TOOLS
 
 COMMAND = "python -m bench training"
 SEEDS = {"short": (42, 43, 44), "long": (42, 43)}
+# SFTTrainer as a user may set it; the soonest of them is the best-set one
 SFT_SET = ("sft-best", "sft-grouped", "sft-packed")
-"""SFTTrainer as a user may set it; the soonest of them is the best-set one."""
 QUICK_TOOLS, QUICK_ROWS = ("ours", "bare"), 16
 TIMES_SOONEST, TIMES_BEST_SET_SFT, SHARE_OF_BARE = 1.0, 1.2, 0.95
+# What a trial ended with: `seconds_to_loss` and `tokens_per_s`; None: the loss was not reached, or no epoch was
 Outcome = dict[str, float | None]
-"""What a trial ended with: `seconds_to_loss` and `tokens_per_s`; None: the loss was not reached, or no epoch was."""
 
 
 def entries(quick: bool) -> list[Entry]:
@@ -83,7 +83,7 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
     best_set = _soonest(seconds, SFT_SET)
     name = name_of(data, technique)
     return [
-        measured(f"{name}, {words}", _ratio(above, below), "ratio", COMMAND, at_least=bar)
+        measured(f"{name}, {words}", None if None in (above, below) else above / below, "ratio", COMMAND, at_least=bar)
         for words, above, below, bar in (
             (f"time to the loss, the soonest other tool ({soonest}) over ours", seconds[soonest], seconds["ours"],
              TIMES_SOONEST),
@@ -97,7 +97,3 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
 def _soonest(seconds: dict[str, float | None], tools: Sequence[str]) -> str:
     """Which of `tools` reaches the loss first; the first one where none does."""
     return min(tools, key=lambda tool: math.inf if seconds[tool] is None else seconds[tool])
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return None if above is None or below is None else above / below

@@ -19,8 +19,8 @@ from common.models.loading import load_tokenizer
 from common.runtime.memory_tracker import MemoryTracker
 
 COMMAND = "python -m bench vocabulary"
+# The tools that ours is compared with, and the most that its peak may be of theirs
 OTHERS = {"trainer": 0.5, "sft-best": 1.05}
-"""The tools that ours is compared with, and the most that its peak may be of theirs."""
 VOCABULARY, QUICK_VOCABULARY = 128_256, 2_048  # Llama 3's words, and a few
 SHAPE = {
     "hidden_size": 256,

@@ -34,8 +34,6 @@ from common.reporting.rows import (
 
 PICTURE_NAME = "compare.png"
 
-# -- what is compared
-
 
 def _most(run: Record, name: str) -> float | None:
     return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
@@ -60,12 +58,11 @@ MEMORY = (
     Column("training's peak, planned (GiB)", partial(_most, name="planned_gib"), "{:.2f}"),
     Column("training's peak, measured (GiB)", partial(_most, name="peak_training_gib"), "{:.2f}"),
     Column(
-        "whole run's peak (GiB)",
-        lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"),
-        "{:.2f}",
+        "whole run's peak (GiB)", lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"), "{:.2f}"
     ),
     Column("trained parameters", "trained_parameters", "{:,}"),
 )
+# Where runs differ in one of these, quality or time cannot be put down to the settings
 WHAT_COMPARES = (
     Column("task", task_of),
     Column("data", "config.data"),
@@ -78,7 +75,6 @@ WHAT_COMPARES = (
     Column("threads of a device", "environment.threads_per_rank"),
     "seed as seed",
 )
-"""Where runs differ in one of these, quality or time cannot be put down to the settings."""
 
 
 class Line(NamedTuple):
@@ -133,10 +129,7 @@ def lines_of(columns: Iterable[str | Column], runs: Sequence[Row]) -> list[Line]
 
 
 def _before_and_after(metric: Metric) -> Column:
-    """Return the column of a metric before and after training.
-
-    It is written `0.91 -> 0.35`; `off -> off` of a judge that was off, and `- -> 0.35` of a run without a baseline.
-    """
+    """Return a metric's column: `0.91 -> 0.35`, without a judge `off -> off`, without a baseline `- -> 0.35`."""
 
     def value(run: Record) -> list[float | None]:
         before = run["quality"].get("before")
@@ -149,15 +142,11 @@ def _before_and_after(metric: Metric) -> Column:
     return Column(f"{metric.label} ({metric.direction} is better)", value, written)
 
 
-# -- which runs
-
-
 def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[Path, Record]:
     """Return the runs that `names` name, in their order, each with the file of its record.
 
     A name is a results folder, a folder with several, the file of a record, the name of a run or of a run folder on
-    this machine, or a pattern of these; of a run that is not here any more its kept record. A record that cannot be
-    read is passed over, as `records_in` says.
+    this machine, or a pattern of these; of a run that is not here any more its kept record.
 
     Raises:
         BadInputError: nothing has such a name, or there are fewer than two runs.
@@ -186,10 +175,7 @@ def _files_at(path: Path) -> list[Path]:
 
 
 def _known_records(results_root: Path | None) -> dict[Path, Record]:
-    """Return the last run of each name on this machine, and the kept records of those that are not here any more.
-
-    Runs of the run folders, or those that `--results_root` was passed to.
-    """
+    """Return the last run of each name here (or in `results_root`), and the kept records of those not here any more."""
     folders = [results_root.expanduser() / "results"] if results_root else []
     here = dict(records_in(result_files(*folders)))
     names = {(run["run_folder"], run["run_name"]) for run in here.values()}
@@ -207,9 +193,6 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
             for run, label in zip(runs, labels, strict=True)
         ]
     return labels
-
-
-# -- what is said
 
 
 def text_of(runs: Sequence[Record], picture: Path) -> str:

@@ -74,10 +74,7 @@ def table_pages() -> ModuleType:
 
 
 def _render_pages(write: bool) -> int:
-    """Name the pages that disagree with the records, or write them; return the exit code.
-
-    Records that cannot be read are left out of the pages, and fail a check.
-    """
+    """Name the pages that disagree with the records, or write them; return the exit code: 1 if one cannot be read."""
     pages, records = table_pages(), kept_records()
     all_are_read = [len(records), len(kept_records(STUDY))] == [len(kept_files()), len(kept_files(STUDY))]
     made = {path: pages.with_tables(path.read_text(encoding="utf-8"), records) for path in pages.readmes()}

@@ -8,7 +8,18 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
-from bench.tables.table import FULL_DDP, FULL_FSDP, FULL_ZERO3, LORA, LORA_DDP, Table, column, published, waiting
+from bench.tables.table import (
+    FULL_DDP,
+    FULL_FSDP,
+    FULL_ZERO3,
+    LORA,
+    LORA_DDP,
+    Table,
+    column,
+    copies_of,
+    published,
+    waiting,
+)
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
@@ -20,7 +31,6 @@ from common.reporting.rows import (
     Row,
     beside_one_device,
     completed,
-    copies_of,
     data_parallel_ranks,
     kind_name,
     kind_of,
@@ -46,15 +56,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def _is_likely_to_fit(plan: Row) -> bool:
-    likely_gib = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
-    return likely_gib <= plan["per_device"][0]["capacity_gib"]
-
-
 def _fits(plan: Row) -> str:
     if all(device["fits"] for device in plan["per_device"]):
         return "yes"
-    return "tight" if _is_likely_to_fit(plan) else "no"
+    likely_gib = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
+    return "tight" if likely_gib <= plan["per_device"][0]["capacity_gib"] else "no"
 
 
 def _epochs(row: Row) -> str:
@@ -81,7 +87,7 @@ def _shared_by(row: Row) -> str:
 
 def _what(row: Row) -> str:
     is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
-    return kind_name(*kind_of(row)) + (", same rows each" if is_weak else "")
+    return kind_name(row) + (", same rows each" if is_weak else "")
 
 
 # -- rows
@@ -116,8 +122,8 @@ def _plans_on_two_cards(_: list[Record]) -> list[Row]:
     """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
     question = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024 --json"
     ranked = json.loads(planner_says(question))["ranked"]
-    fit = len(list(takewhile(_is_likely_to_fit, ranked)))
-    return ranked[: fit + 1]
+    fit = takewhile(lambda plan: _fits(plan) != "no", ranked)
+    return ranked[: len(list(fit)) + 1]
 
 
 TABLES = {

@@ -38,7 +38,6 @@ from common.reporting.rows import (
     Row,
     baseline_of,
     completed,
-    is_comparable,
     kind_name,
     kind_of,
     with_seeds,
@@ -76,10 +75,11 @@ def _memory(title: str, value_of: Callable[[Row], float], form: str) -> Column:
 
 
 SPEEDUP = Column("Speed-up", lambda row: mean_time_s(row["baseline"]) / mean_time_s(row), "{:.2f}x")
+# The fullest device's peak: of tensors on a CPU, of what is allocated on a GPU
 IN_TRAINING = _memory(
     "In training", lambda row: max(entry["peak_gib_by_phase"]["training"] for entry in row["memory"]), "{:.3f} GiB"
 )
-"""The fullest device's peak: of tensors on a CPU, of what is allocated on a GPU."""
+# By technique folder: what its first table compares, and the last column: what the technique is chosen for
 COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
@@ -92,9 +92,8 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
-"""By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 WHAT = (
-    Column("Approach", lambda row: kind_name(*kind_of(row)).replace(" fine-tuning with", " with")),
+    Column("Approach", lambda row: kind_name(row).replace(" fine-tuning with", " with")),
     "short_figures",
     "short_devices",
     "batch",
@@ -155,7 +154,7 @@ def _needed_before(run: RunConfig, records: list[Record]) -> Row:
         (
             record
             for record in records
-            if is_comparable(record) and record["run_folder"] == run.run_folder
+            if record["status"] == "completed" and record["run_folder"] == run.run_folder
             if all(record["config"].get(name, getattr(run, name)) == getattr(run, name) for name in chosen)
         ),
         "",

@@ -16,6 +16,7 @@ from bench.tables.table import (
     PROJECTED,
     Table,
     approach,
+    copies_of,
     not_run,
     published,
 )
@@ -38,17 +39,14 @@ from common.reporting.rows import (
     beside_one_device,
     clock,
     completed,
-    copies_of,
     groups_of,
     kind_of,
     model_of,
     step_s,
 )
 
-PROJECTED_LENGTH = 1024
-"""Tokens of a row in projections for GPU folders."""
-SMALL_LEARNING_RATE = 1e-5
-"""At which pure bf16 is compared with other precisions: that of the GPU folders."""
+PROJECTED_LENGTH = 1024  # tokens of a row in projections for GPU folders
+SMALL_LEARNING_RATE = 1e-5  # at which pure bf16 is compared with other precisions: that of the GPU folders
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
 
 

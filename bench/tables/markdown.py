@@ -9,8 +9,7 @@ import pandas as pd
 
 from common.base.inert import markdown_cell
 
-WIDEST = 120
-"""Characters of a line."""
+WIDEST = 120  # characters of a line
 NUMBER = "No."
 NOTHING = ("", "not run", "not published", "no GPU")
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")

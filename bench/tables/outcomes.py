@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from bench.entries import read_kept
 from bench.tables.table import Table
@@ -17,17 +16,17 @@ from common.reporting.page_runs import compared_phases
 from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]
+# What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
+# `loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped.
 EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
-"""What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
-`loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
+# What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`; of a run
+# that resumes also `lost_minutes`, and the longest wait for one of its saves, `held_up_s`.
 ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
-"""What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`;
-of a run that resumes also `lost_minutes`, and the longest wait for one of its saves, `held_up_s`."""
+# What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
+# it.
 FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
-"""What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
-it."""
+# What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns
 LLAMA_CPP_FILE = REPOSITORY / "bench" / "llama_cpp.json"
-"""What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns."""
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
@@ -77,6 +76,7 @@ FAULTS = {
     46: "control tokens in a text",
     47: "a base whose answers end with another token than its tokenizer's",
 }
+# Faults whose tests measure no time: the number, with which technique, the outcome, and the test
 ELSEWHERE = (
     (3, "all", "the previous checkpoint is used: a checkpoint gets its name when it is complete",
      "tests/unit/test_training.py"),
@@ -99,7 +99,6 @@ ELSEWHERE = (
     (46, "all", "learnt as text, or refused, and counted", "tests/unit/test_learnt_as_meant.py"),
     (47, "all", "learnt from the chat template", "tests/unit/test_answer_ends.py"),
 )  # fmt: skip
-"""Faults whose tests measure no time: the number, with which technique, the outcome, and the test."""
 
 
 # -- rows
@@ -179,19 +178,16 @@ ABOUT = (
 )
 # -- of the benchmark
 
-PHASE_BARS = (0.03, 0.1)
-"""Largest mean and largest single error of all phases of all kept runs."""
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
 
-Entry = dict[str, Any]
 
-
-def _entries(_: list[Record]) -> Iterator[Entry]:
+def _entries(_: list[Record]) -> Iterator[Row]:
     """Yield what `make bench` wrote, with the part that measures it, and without the point of a worst error."""
     for entry in read_kept(BENCH_FILE):
         name = re.sub(r"(?<=worst error) \(.*\)", "", entry["name"]).removesuffix(f" {NOT_RUN}")
         part, rest = re.match(r"(\w*)(.*)", name).groups()
-        yield {**entry, "part": part.capitalize(), "what": rest.lstrip(", ")}
+        found = {"status": NOT_RUN} if NOT_RUN in entry["name"] else {"found": entry}
+        yield {"part": part.capitalize(), "what": rest.lstrip(", "), "bar": _bar(entry), **found}
 
 
 def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
@@ -206,15 +202,14 @@ def _errors_by_phase(records: list[Record]) -> Iterator[Row]:
             "Worst error": f"{worst.error:+.1%}" if worst else NOT_RUN,
             "Worst in": worst.run if worst else "",
         }
-    mean, most = (f"≤ {bar:.0%}" for bar in PHASE_BARS)
-    yield {"Phase": "bar", "Compared": "", "Mean error": mean, "Worst error": most, "Worst in": ""}
+    yield {"Phase": "bar", "Compared": "", "Mean error": "≤ 3%", "Worst error": "≤ 10%", "Worst in": ""}
 
 
-def _measured(entry: Entry) -> str:
-    """Return a value in short: shares in per cent, runs as whole numbers; why there is none."""
+def _measured(entry: Outcome) -> str:
+    """Return a value in short: shares in per cent, runs as whole numbers."""
     value, unit = entry["value"], entry["unit"]
     if value is None:
-        return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
+        return "not reached"
     if unit == "share":
         return f"{value:.1%}"
     if unit == "runs":
@@ -222,18 +217,19 @@ def _measured(entry: Entry) -> str:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3f} {unit}"
 
 
-def _bar(entry: Entry) -> str:
+def _bar(entry: Outcome) -> str:
     if entry["bar"] is None:
         return ""
     shown = f"{100 * entry['bar']:g}%" if entry["unit"] == "share" else f"{entry['bar']:g}"
     return f"{'≥' if entry['bar_is'] == 'at least' else '≤'} {shown}"
 
 
-def _holds(entry: Entry) -> str:
-    return NOT_RUN if _measured(entry) == NOT_RUN else {True: "yes", False: "**no**", None: ""}[entry["holds"]]
-
-
-BENCH_FIGURES = (Column("What", "what"), Column("Measured", _measured), Column("Bar", _bar), Column("Holds", _holds))
+BENCH_FIGURES = (
+    Column("What", "what"),
+    Column("Measured", "found", _measured),
+    Column("Bar", "bar"),
+    Column("Holds", "found.holds", {True: "yes", False: "**no**"}.get, none=""),
+)
 TABLES = {
     "equivalence": Table(_equivalence),
     # which workflows train a family of decoders, and how it is planned
@@ -257,7 +253,7 @@ TABLES = {
     ),
     # of bench/README.md, and 1.1's of the planner
     "bench": Table(
-        lambda records: [entry for entry in _entries(records) if entry["bar"] is not None],
+        lambda records: [entry for entry in _entries(records) if entry["bar"]],
         (Column("Part", "part"), *BENCH_FIGURES),
         shared=("Part",),
     ),

@@ -15,11 +15,11 @@ from common.reporting.tables import on_screen, side_by_side
 
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
+# Of the runs of `make demo` those that the README shows
 DEMO_RUNS = (
     ("2.1_lora_finetuning/run_0_cpu_x1", "python-batch16-seed42"),
     ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2", "torchrun-batch8-seed42"),
 )
-"""Of the runs of `make demo` those that the README shows."""
 DEMO_LINES = (
     "facts said before",
     "facts said after",
@@ -40,11 +40,11 @@ def _demo(records: list[Record]) -> str:
     return on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST)
 
 
+# What is no table, but printed
 BLOCKS: dict[str, Callable[[list[Record]], str]] = {
     "planner-answer": lambda _: planner_says(PLANNER_QUESTION),
     "demo": _demo,
 }
-"""What is no table, but printed."""
 
 
 def rendered(name: str, records: list[Record]) -> str:

@@ -14,8 +14,8 @@ from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import Row, groups_of
 
-WITHIN = 1.5
-"""A ratio of planned to published counts as near from one over this on, up to this."""
+WITHIN = 1.5  # a ratio of planned to published counts as near from one over this on, up to this
+# Published runs by their label: models and GPUs that many have. (Of the RTX A6000 nothing credible is published.)
 WELL_KNOWN = (
     "qwen2.5-7b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused",
     "llama-3-8b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused",
@@ -31,14 +31,13 @@ WELL_KNOWN = (
     "llama-3.2-3b, LoRA, 1 x L40S 48GB, 4 x 210, plain",
     "llama-2-70b, QLoRA, 4 x RTX A5000 24GB (fsdp), 1 x 2,048, checkpointed, plain",
 )
-"""Published runs by their label: models and GPUs that many have. (Of the RTX A6000 nothing credible is published.)"""
 
+# By the label of a run on one GPU, the MFU that its source has
 OWN_MFU = {
     "llama-3-8b, full, 1 x H200 141GB SXM, 4 x 4,096, checkpointed, compiled": "57.8%, 6 N + 12 layers * channels * T",
     "llama-3-8b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "40.6%, 402 of 989 TFLOP/s",
     "qwen2.5-7b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "42.8%, 423 of 989 TFLOP/s",
 }
-"""By the label of a run on one GPU, the MFU that its source has."""
 
 
 def is_near(rate: Row) -> bool:
@@ -89,15 +88,11 @@ RATE = (
     Column("Planned", "planned", "{:,.0f}"),
     Column("Ratio", "ratio", "{:.2f}"),
 )
+# Of docs/published_rates.md: every point of a source, with its page there
 RATES_BY_SOURCE = {
-    f"rates-{source}": Table(
-        lambda _, rates=rates: rates,
-        (*RATE, Column("Page", "page")),
-        shared=("Page",),
-    )
+    f"rates-{source}": Table(lambda _, rates=rates: rates, (*RATE, Column("Page", "page")), shared=("Page",))
     for source, rates in _by_source().items()
 }
-"""Of docs/published_rates.md: every point of a source, with its page there."""
 TABLES = {
     "published-memory": _planned(
         "memory",

@@ -28,11 +28,11 @@ from common.reporting.columns import Column
 from common.reporting.rows import NOT_RUN, Row, clock, completed, devices_of
 
 SEEDS = (42, 7, 8)
+# Kinds that have no run folder of their own on GPUs: the folder and the options that start them
 NEEDS_GPUS = {
     QLORA_DDP: ("2.3_qlora_finetuning/run_1_a5000_24g_x1", "--parallel ddp --devices 2"),
     QLORA_FSDP: ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", "--technique qlora"),
 }
-"""Kinds that have no run folder of their own on GPUs: the folder and the options that start them."""
 
 
 def _name(row: Row) -> str:
@@ -152,11 +152,7 @@ TABLES = {
             NAME,
             *SPEED[1:],
             Column(
-                "Bits per quantized weight",
-                "quantization.bits_per_quantized_weight",
-                "{:.2f}",
-                none="-",
-                missing="-",
+                "Bits per quantized weight", "quantization.bits_per_quantized_weight", "{:.2f}", none="-", missing="-"
             ),
         ),
     ),

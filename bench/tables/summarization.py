@@ -31,16 +31,14 @@ from common.reporting.tasks import (
     score,
 )
 
+# `RunConfig.gradient_exchange` in words
 EXCHANGES = {
     "after": "after the backward pass, in buckets",
     "overlapped": "while it goes on, in buckets (DDP)",
     "overlapped-bf16": "while it goes on, in buckets, as bf16",
 }
-"""`RunConfig.gradient_exchange` in words."""
-ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
-"""The run whose settings are ours in the projections."""
-SAMSUM_ROWS = 14_732
-"""Training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once."""
+ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")  # the run whose settings are ours in the projections
+SAMSUM_ROWS = 14_732  # training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once
 
 # -- measured
 
@@ -75,10 +73,7 @@ def _over_links(records: list[Record]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them.
-
-    `run` has all settings but the devices; every row is padded to its lengths.
-    """
+    """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them, every row padded."""
 
     machine: Machine
     count: int
@@ -90,7 +85,7 @@ class Fleet:
 
         A network is at its peak for minutes only; one machine has none.
         """
-        gpus = (find_gpu(self.machine.gpu),) * self.machine.gpus * self.count
+        gpus = (find_gpu(self.machine.gpu),) * self.run.devices
         links = [ethernet(gbit) for gbit in (self.machine.network_gbit, self.machine.peak_gbit)]
         return [
             Cluster(gpus, nodes=self.count, link=link, usd_per_hour=self.machine.usd_per_hour / self.machine.gpus)
@@ -99,16 +94,18 @@ class Fleet:
 
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
-        run, rows = replace(self.run, devices=len(cluster.gpus)), self.run.per_device_train_batch_size
-        summary = run.max_target_length
-        batch = BatchShape(rows, run.max_length, labelled=summary, target_length=summary, task=run.task)
+        run, summary = self.run, self.run.max_target_length
+        batch = BatchShape(
+            run.per_device_train_batch_size, run.max_length, labelled=summary, target_length=summary, task=run.task
+        )
         calibration = calibration_from(records, run.task)
         return make_plan(read_architecture("bart-large-cnn"), job_of_run(run, batch), cluster, calibration)
 
 
 def _fleet(result: dict[str, Any], settings: str) -> Fleet:
     """Return a published run's machines with "published" settings, or "our" run's: as many rows per step on all."""
-    run = literal_of(ONE_MACHINE)
+    machine, count = MACHINES[result["machine"]], result["machines"]
+    run = replace(literal_of(ONE_MACHINE), devices=machine.gpus * count)
     if settings == "published":
         run = replace(
             run,
@@ -117,7 +114,7 @@ def _fleet(result: dict[str, Any], settings: str) -> Fleet:
             max_length=result["text_tokens"],
             max_target_length=result["summary_tokens"],
         )
-    return Fleet(MACHINES[result["machine"]], result["machines"], run)
+    return Fleet(machine, count, run)
 
 
 def _costs(records: list[Record]) -> Iterator[Row]:
@@ -154,11 +151,6 @@ def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
     calibration = calibration_from(records, plan.job.batch.task)
     gbit = break_even_gbit(plan.architecture, plan.job, one_machine.clusters[0], plan.cluster, calibration)
     return "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s"
-
-
-def _rows_per_step(row: Row) -> int:
-    fleet, run = row["fleet"], row["fleet"].run
-    return run.per_device_train_batch_size * run.gradient_accumulation_steps * fleet.machine.gpus * fleet.count
 
 
 def _gpus(machine: Machine) -> str:
@@ -242,7 +234,7 @@ TABLES = {
                 lambda row: f"{row['fleet'].count} x {row['fleet'].machine.name} ({_gpus(row['fleet'].machine)})",
             ),
             "figures",
-            Column("Rows per step", _rows_per_step),
+            Column("Rows per step", "fleet.run.effective_batch_size"),
             Column(
                 "Text and summary (tokens)",
                 lambda row: f"{row['fleet'].run.max_length:,} and {row['fleet'].run.max_target_length:,}",

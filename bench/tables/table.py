@@ -26,7 +26,6 @@ from common.reporting.rows import (
     Row,
     clock_seconds,
     completed,
-    copies_of,
     data_parallel_ranks,
     devices_of,
     first_device,
@@ -42,8 +41,8 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
+# By their names in records: what users call them
 LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
-"""By their names in records: what users call them."""
 
 
 def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:
@@ -135,6 +134,11 @@ def not_run(folder: Path, run: RunConfig) -> Row:
     }
 
 
+def copies_of(row: Row) -> int:
+    """Return how many sharded copies of the model the ranks held; older records have no such setting."""
+    return row["config"].get("dp_replicate_size", 1)
+
+
 def approach(row: Row) -> str:
     """Return what was done, what started it, unless `python` did, and whether weights were random.
 
@@ -143,7 +147,7 @@ def approach(row: Row) -> str:
     hybrid = f" ({copies_of(row)} copies)" if copies_of(row) > 1 else ""
     launcher = LAUNCHERS.get(row["launcher"], row["launcher"])
     weights = "random weights" if row["config"].get("weights") == "random" else ""
-    return ", ".join(filter(None, (f"{kind_name(*kind_of(row))}{hybrid}", launcher, weights)))
+    return ", ".join(filter(None, (f"{kind_name(row)}{hybrid}", launcher, weights)))
 
 
 # -- columns and tables

@@ -12,8 +12,7 @@ import trl.trainer.utils
 from peft import PeftModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import _utils as pipelining
+from torch.distributed.pipelining import PipelineStage, _utils as pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PreTrainedTokenizerBase as Tokenizer,
+)
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, first_tokens, labels_in, tokens_in, without_labels

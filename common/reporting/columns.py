@@ -13,7 +13,6 @@ from common.reporting.rows import (
     device_name,
     devices_of,
     kind_name,
-    kind_of,
     model_of,
     setting_name,
 )
@@ -28,25 +27,14 @@ def _part(value: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of tables.
-
-    Attributes:
-        title: Its heading.
-        value: Where the value of a row is found: keys and attributes with dots between them ("config.seed"), or a
-            function of the row.
-        format: How a value is written: a form as of `str.format`, or a function of the value.
-        none: What stands where the value is None.
-        missing: What stands in a measured row that has no such key, as older records and other settings have not;
-            in other rows stands their status.
-        over_seeds: Whether the mean of a row's "seeds" is meant, with the lowest and the highest.
-    """
+    """A column of tables."""
 
     title: str
-    value: str | Callable[[Any], Any]
-    format: str | Callable[[Any], Any] = "{}"
-    none: str | None = NOT_RUN
-    missing: str | None = NOT_RUN
-    over_seeds: bool = False
+    value: str | Callable[[Any], Any]  # keys and attributes with dots between ("config.seed"), or a function of the row
+    format: str | Callable[[Any], Any] = "{}"  # as of `str.format`, or a function of the value
+    none: str | None = NOT_RUN  # what stands where the value is None
+    missing: str | None = NOT_RUN  # where a measured row, as older ones, has no such key; other rows show their status
+    over_seeds: bool = False  # the mean of a row's "seeds", with the lowest and the highest
 
     def titled(self, title: str) -> "Column":
         """Return the same column with another heading."""
@@ -79,18 +67,12 @@ class Column:
 
 
 def column(named: str | Column, columns: Mapping[str, Column] | None = None) -> Column:
-    """Return the column with this name, of `COLUMNS` if no others are given; a column is returned as it is.
-
-    `time as Time` has another heading.
-    """
+    """Return the column with this name, with another heading as `time as Time`; a column is returned as it is."""
     if isinstance(named, Column):
         return named
     name, _, title = named.partition(" as ")
     found = (columns or COLUMNS)[name]
     return found.titled(title) if title else found
-
-
-# -- values that are worked out
 
 
 def training_time(row: Row) -> str:
@@ -127,11 +109,9 @@ def _share_of_facts(title: str, path: str) -> Column:
 
 COLUMNS = {
     # what was run
-    "kind": Column("Approach", lambda row: kind_name(*kind_of(row))),
+    "kind": Column("Approach", kind_name),
     "model": Column("Model", model_of),
-    "machine": Column(
-        "Machine", lambda row: device_name(row) + (" per device" if row["config"]["device"] == "cpu" else "")
-    ),
+    "machine": Column("Machine", lambda row: device_name(row) + " per device" * (row["config"]["device"] == "cpu")),
     "devices": Column("Devices", devices_of),
     "device_count": Column("Devices", "config.devices"),
     "setting": Column("Setting", setting_name),

@@ -8,10 +8,8 @@ from tabulate import tabulate
 
 from common.base.inert import printable
 
-CELL_COLUMNS = 42
-"""Widest cell; longer ones are wrapped."""
-BETWEEN = 2
-"""Blanks between two columns of a `simple` table, and after each header."""
+CELL_COLUMNS = 42  # widest cell; longer ones are wrapped
+BETWEEN = 2  # blanks between two columns of a `simple` table, and after each header
 
 
 def screen_width(most: int = 120) -> int:
@@ -20,10 +18,7 @@ def screen_width(most: int = 120) -> int:
 
 
 def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Return a table of at most `width` columns of text (the screen's, if none are given).
-
-    What does not fit stands in further tables below, each with the first column.
-    """
+    """Return a table of at most `width` columns (None: the screen's); what does not fit stands in tables below."""
     width = width or screen_width()
     cells = [[printable(str(cell)) for cell in row] for row in (headers, *rows)]
     most = min(CELL_COLUMNS, width // 2 - BETWEEN)  # so that two columns always fit

@@ -34,24 +34,21 @@ from common.reporting.page_runs import (
     memory_points,
     pareto_front,
 )
-from common.reporting.rows import is_comparable, result_files
+from common.reporting.rows import result_files
 
-PAGE = REPOSITORY / "docs" / "results.html"
-"""The page of the kept records."""
-OWN_PAGE = REPOSITORY / "results.html"
-"""The page of the kept records and of this machine's runs."""
+PAGE = REPOSITORY / "docs" / "results.html"  # the page of the kept records
+OWN_PAGE = REPOSITORY / "results.html"  # the page of the kept records and of this machine's runs
 CHOSEN_AT_FIRST = ("2.1 python-batch16-seed42", "2.4 python-batch16-seed42")
 HERE = Path(__file__).parent
-RUNS_TOGETHER = 100
-"""Runs whose details are loaded at once."""
+RUNS_TOGETHER = 100  # runs whose details are loaded at once
+# Of details that stand in the page itself; where there are more, they stand in files beside it
 MOST_BYTES_WITHIN = 2_000_000
-"""Of details that stand in the page itself; where there are more, they stand in files beside it."""
 DETAILS_FOLDER = "results_details"
 PLACE = re.compile("@@([A-Z]+)@@")
 POINT_SIZE, HEIGHT = 90, 300
 COSTS = {"minutes": "Training (minutes)", "peak_gib": "Tensors in training (GiB)"}
+# What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak
 RUNS, LOSSES, MEMORY = (alt.NamedData(name=name) for name in ("runs", "losses", "memory"))
-"""What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class _Run:
 
 def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
     runs = {}
-    for record in filter(is_comparable, records):
+    for record in (each for each in records if each["status"] == "completed"):
         values, details = divided(record)
         peaks = list(compared_phases(record))
         runs[label_of(record)] = _Run(values, json_in_html(details), peaks, record["started_at"])
@@ -74,10 +71,7 @@ def _by_label(records: Iterable[Record]) -> dict[str, _Run]:
 
 
 def _as_lists(rows: list[Values], numbers: dict[str, int]) -> dict[str, Any]:
-    """Return rows as lists of their values without the keys; of a text there is a list with its number.
-
-    So each text stands in the page once; `numbers` gets those that it lacks.
-    """
+    """Return rows as lists of values; of a text, a list with its number in `numbers`, which gets those it lacks."""
 
     def number_of(value: object) -> object:
         return [numbers.setdefault(value, len(numbers))] if isinstance(value, str) else value
@@ -92,10 +86,7 @@ def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
 
 
 def page_and_details(kept: Iterable[Record], own: Iterable[Record] = ()) -> tuple[str, list[str]]:
-    """Return the page, and the scripts with the runs' details that stand beside it; few runs need none.
-
-    The records are read one by one.
-    """
+    """Return the page, and the scripts with the runs' details beside it, which few runs do not need."""
     own_runs = _by_label(own)
     by_label = _by_label(kept) | own_runs
     runs = [by_label[label] for label in sorted(by_label)]
@@ -157,10 +148,7 @@ def write_page(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -
 
 
 def open_page() -> str:
-    """Write the page of the kept records and this machine's runs, open it where there is a screen, and say where it is.
-
-    Without a screen a browser for terminals would open, which shows none of it.
-    """
+    """Write the page of kept records and this machine's runs, open it where there is a screen, and say where it is."""
     kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
     write_page(OWN_PAGE, kept, own)
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
@@ -168,14 +156,8 @@ def open_page() -> str:
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"
 
 
-# -- its charts
-
-
 def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
-    """Return each chart's Vega-Lite specification by its place on the page, which gives them their data.
-
-    `memory` has the points of `memory_points`.
-    """
+    """Return each chart's Vega-Lite specification by its place on the page; `memory`: of `memory_points`."""
     by_place = {
         "quality-time": quality_against(runs, "minutes"),
         "quality-memory": quality_against(runs, "peak_gib"),
@@ -204,9 +186,7 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
             y=alt.Y("quality:Q", title="Quality after training", scale=alt.Scale(zero=False)),
             color=alt.Color("technique:N", title=None, legend=alt.Legend(orient="top")),
             shape=alt.Shape("parallel:N", title=None, legend=alt.Legend(orient="top", columns=4)),
-            tooltip=[
-                alt.Tooltip(f"{name}:N") for name in ("run", "metric", "quality", "minutes", "peak_gib", "device")
-            ],
+            tooltip=[alt.Tooltip(f"{key}:N") for key in ("run", "metric", "quality", "minutes", "peak_gib", "device")],
         )
         .transform_filter(in_group)
         .transform_filter(f"datum.{cost} > 0 && datum.quality !== null && !datum.is_trial")  # as `comparable`

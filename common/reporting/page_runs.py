@@ -17,12 +17,10 @@ from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_o
 
 GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
 LEAST_GIB = 1e-5  # a logarithmic scale has no zero
-MOST_POINTS = 500
-"""Of a curve: a chart has hardly more columns."""
-PLACES_PER_E_FOLD = 50
-"""Places that the chart of memory tells apart: two pixels each, and a point is seven wide."""
+MOST_POINTS = 500  # of a curve: a chart has hardly more columns
+PLACES_PER_E_FOLD = 50  # places that the chart of memory tells apart: two pixels each, and a point is seven wide
+# The settings of a run that asks for nothing, as they are shown
 USUAL = {name: str(value) for name, value in DEFAULTS.items() if name not in NAMING}
-"""The settings of a run that asks for nothing, as they are shown."""
 
 Values = dict[str, Any]
 
@@ -54,6 +52,7 @@ def _tensors_gib(record: Record) -> float | None:
     return round(max(peaks), GIB_DIGITS) if any(peaks) else None
 
 
+# What the page has of a run
 VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
@@ -86,14 +85,13 @@ VALUES = {
         "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
     ),
 }
-"""What the page has of a run."""
 NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
+# Of the page's table; those of numbers stand right, and are sorted as such
 COLUMNS = [
     {"key": key, "title": VALUES[key].title, "is_number": key in NUMBERS}
     for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality",
                 "metric", "model", "data", "precision", "rows_per_step", "seed")
 ]  # fmt: skip
-"""Of the page's table; those of numbers stand right, and are sorted as such."""
 
 
 def values_of(record: Record) -> Values:
@@ -102,11 +100,7 @@ def values_of(record: Record) -> Values:
 
 
 def divided(record: Record) -> tuple[Values, Values]:
-    """Return what the table and the charts show of a run, and what is loaded once it is chosen.
-
-    The latter has the losses, too, and of the settings those that differ from the usual: None means nothing for the
-    run.
-    """
+    """Return what table and charts show of a run, and what a choice loads: losses, settings that are not the usual."""
     values = values_of(record)
     settings = values.pop("settings")
     details = {
@@ -127,9 +121,9 @@ class Compared(NamedTuple):
     """A phase on one device of a run, in GiB: of tensors on a CPU, allocated on a GPU."""
 
     run: str
-    phase: str
     planned_gib: float
     measured_gib: float
+    phase: str = TRAINING
 
     @property
     def error(self) -> float:
@@ -143,13 +137,13 @@ def compared_phases(record: Record) -> Iterator[Compared]:
         planned, measured = (entry.get(f"{kind}_gib_by_phase", {}).get(phase) for kind in ("planned", "peak"))
         if planned and measured:  # a phase may hold nothing on a device
             run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
-            yield Compared(run, phase, planned, measured)
+            yield Compared(run, planned, measured, phase)
 
 
 def memory_points(peaks: Iterable[Compared]) -> list[Values]:
     """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
     points: dict[tuple[object, ...], Values] = {}
-    for run, phase, *pair in peaks:
+    for run, *pair, phase in peaks:
         planned, measured = (max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in pair)
         place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned, measured)))
         new = {"run": run, "phase": phase, "planned": planned, "measured": measured, "peaks": 0}

@@ -15,8 +15,8 @@ from common.records.store import Record
 from common.reporting.rows import SCHEDULES, clock_seconds, metrics_of, task_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
+# Of lines: each colour with each style
 LOOKS = [{"linestyle": style, "color": f"C{colour}"} for style in ("-", "--", ":") for colour in range(10)]
-"""Of lines: each colour with each style."""
 
 
 def plot_losses(record: Record) -> Figure:
@@ -30,8 +30,7 @@ def plot_losses(record: Record) -> Figure:
     return figure
 
 
-MOST_NAMED = 20
-"""Runs that one picture of curves names; of more, those that ended best."""
+MOST_NAMED = 20  # runs that one picture of curves names; of more, those that ended best
 
 
 def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
@@ -84,10 +83,7 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
 
 
 def plot_scores(results_folder: Path) -> Figure:
-    """Plot the similarity score of each test question, before and after, sorted by the score before.
-
-    Of a run without a baseline those after training alone.
-    """
+    """Plot each test question's similarity score, sorted, before (in a run with a baseline) and after."""
     files = {when: results_folder / f"predictions_{when}.csv" for when in ("before", "after")}
     scores = {when: pd.read_csv(file)["similarity_score"] for when, file in files.items() if file.exists()}
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -131,9 +127,7 @@ def plot_timeline(passes_by_schedule: dict[str, list[list[tuple[str, int, float,
         axes.set(yticks=range(len(stages)), yticklabels=[f"stage {stage}" for stage in range(len(stages))])
         axes.set_title(SCHEDULES[schedule], loc="left", fontsize=9)
         axes.invert_yaxis()
-    panels[-1, 0].set_xlabel(
-        "ms since the step began; blue: forward, orange: backward, white: idle; numbers: micro-batch"
-    )
+    panels[-1, 0].set_xlabel("ms in the step; blue: forward, orange: backward, white: idle; numbers: micro-batch")
     return figure
 
 
@@ -179,10 +173,7 @@ def plot_confusion(record: Record) -> Figure:
 
 
 def plot_cost(table: pd.DataFrame) -> Figure:
-    """Plot time and bill of each line of the table `summarization-cost`, on logarithmic scales.
-
-    Published results, projections with the published settings and projections with ours differ in colour.
-    """
+    """Plot time and bill of each line of the table `summarization-cost`, in colours by where the figures come from."""
     kinds = table["Figures"].str.split("[:;]").str[0]
     networks = table["Network"].where(~kinds.eq("published"), "published")
     names = table["Machines"].str.split(" (", regex=False).str[0] + ", " + networks

@@ -21,24 +21,16 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
 NOT_RUN = "not run"
+# What runs on one device and on several share when they are compared: strong scaling, or weak
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
-"""What runs on one device and on several share when they are compared: strong scaling, or weak."""
 SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
+# What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
-"""What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
 
-Kind = tuple[str, str]
-"""Technique and parallelism."""
-NAMING = (
-    "run_folder",
-    "run_name",
-    "results_root",
-    "resume_from_checkpoint",
-    "report_to",
-    "log_format",
-    "link",
-)
-"""Settings that say where results go and what they are called: no cause of a difference."""
+Kind = tuple[str, str]  # technique and parallelism
+# Settings that say where results go and what they are called: no cause of a difference
+NAMING = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
+# Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
@@ -46,11 +38,9 @@ FREE_SETTINGS = {
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
-"""Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
 T = TypeVar("T")
-Row = Mapping[str, Any]
-"""A record, or what has its shape."""
+Row = Mapping[str, Any]  # a record, or what has its shape
 
 
 @dataclass(frozen=True)
@@ -63,12 +53,12 @@ class Metric:
     shown: str
 
 
+# Of answers to questions; the one to look at first before the others
 ANSWER_METRICS = (
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
 )
-"""Of answers to questions; the one to look at first before the others."""
 
 
 # -- what is on this machine
@@ -104,9 +94,7 @@ def called(records: Sequence[Record], names: Sequence[str]) -> list[Record]:
     for name in names:
         if not any(_is_called(record, name) for record in records):
             meant = closest(name, {each for record in records for each in _names_of(record)})
-            question = (
-                f"did you mean {meant}?" if meant else "`python -m common.report --results` lists those there are."
-            )
+            question = f"did you mean {meant}?" if meant else "`python -m common.report --results` lists what there is."
             raise BadInputError(f"No run here is called {name}: {question}")
     return [record for record in records if any(_is_called(record, name) for name in names)]
 
@@ -150,20 +138,12 @@ def task_of(record: Record) -> str:
     return record["config"].get("task", "chat")
 
 
-def is_comparable(record: Record) -> bool:
-    """Return whether a run completed."""
-    return record["status"] == "completed"
-
-
 def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
-    """Return the completed runs of these kinds (of all, if none is given) that stand in the tables of `task`.
-
-    In those of chats stands what chats: a task from outside may name no table of its own.
-    """
+    """Return the completed runs of these kinds (none: of all) in the tables of `task`; in chats', what has no own."""
     return [
         record
         for record in records
-        if is_comparable(record) and TASKS[task_of(record)].reporting == TASKS[task].reporting
+        if record["status"] == "completed" and TASKS[task_of(record)].reporting == TASKS[task].reporting
         if not kinds or kind_of(record) in kinds
     ]
 
@@ -205,10 +185,7 @@ def with_seeds(runs: Iterable[Record]) -> list[Row]:
 
 
 def settings_of_task(records: list[Record], task: str) -> list[Row]:
-    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline".
-
-    Runs of a notebook are left to it.
-    """
+    """Return a row for each setting of a task's runs by command, with the run on one device as "baseline"."""
     by_command = [run for run in in_order(records, task) if run["launcher"] in ("python", "torchrun", "acclaunch")]
     return [
         {**row, "baseline": row if PARALLELISMS[row["parallel"]].is_single else baseline_of(row, records, STRONG)}
@@ -217,20 +194,14 @@ def settings_of_task(records: list[Record], task: str) -> list[Row]:
 
 
 def settings_of(run: Record) -> dict[str, Any]:
-    """Return the settings that may cause a difference; None: it means nothing for this run.
-
-    Those that a record is too old for were at their defaults.
-    """
+    """Return the settings that may cause a difference (old records': defaults); None: it means nothing for this run."""
     config = {name: run["config"].get(name, default) for name, default in DEFAULTS.items() if name not in NAMING}
     idle = idle_settings(config)
     return {name: None if name in idle else value for name, value in config.items()}
 
 
 def workload(record: Row, same: str) -> dict[str, object]:
-    """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
-
-    `same` is `STRONG` or `WEAK`.
-    """
+    """Return what two runs must share to be compared in time; `same`: `STRONG` or `WEAK`."""
     config = {**DEFAULTS, **record["config"]}  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
@@ -242,26 +213,19 @@ def workload(record: Row, same: str) -> dict[str, object]:
 
 
 def baseline_of(record: Row, records: Iterable[Record], same: str) -> Record | None:
-    """Return the one-device run of the same `workload` that `record` is compared with.
-
-    A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
-    baseline.
-    """
+    """Return the one-device run of the same `workload`, preferably by command; a base in 4 bits has none."""
     shared = workload(record, same)
     found = [
         candidate
         for candidate in records
-        if is_comparable(candidate) and PARALLELISMS[candidate["parallel"]].is_single
+        if candidate["status"] == "completed" and PARALLELISMS[candidate["parallel"]].is_single
         if workload(candidate, same) == shared and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
 
 
 def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: str) -> list[Row]:
-    """Return each run with its "baseline" (see `baseline_of`) and its "ceiling", the highest speed-up to expect.
-
-    Before the first run of a baseline stands the baseline.
-    """
+    """Return each run, after its "baseline" (see `baseline_of`), with its "ceiling", the highest speed-up to expect."""
     rows: list[Row] = []
     shown: list[Record] = []
     for run in runs:
@@ -277,16 +241,16 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 # -- what a run is called
 
 
-def kind_name(technique: str, parallel: str) -> str:
-    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
-    how = PARALLELISMS[parallel]
-    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
+def kind_name(row: Row) -> str:
+    """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
+    how = PARALLELISMS[row["parallel"]]
+    return TECHNIQUES[row["technique"]].title + ("" if how.is_single else f" with {how.label}")
 
 
 def setting_name(row: Row) -> str:
     """Return `LoRA with PP, 8 micro-batches`, or `LoRA, exchanged (control)`, which learns the rejected answers."""
     control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
-    return kind_name(*kind_of(row)) + in_parts(row) + control
+    return kind_name(row) + in_parts(row) + control
 
 
 def in_parts(row: Row) -> str:
@@ -295,11 +259,6 @@ def in_parts(row: Row) -> str:
     if not parts or not PARALLELISMS[row["parallel"]].pipelines:  # the former of a run folder that nobody has run
         return ""
     return f", {parts} micro-batches" if parts > 1 else ", 1 micro-batch (naive MP)"
-
-
-def copies_of(row: Row) -> int:
-    """Return how many sharded copies of the model the ranks held; older records have no such setting."""
-    return row["config"].get("dp_replicate_size", 1)
 
 
 def model_of(row: Row) -> str:

@@ -27,6 +27,7 @@ def _has_adapters(row: Row) -> bool:
     return TECHNIQUES[row["technique"]].has_adapters
 
 
+# What stands of a completed run beside others; None: it means nothing for this one
 SIDE_BY_SIDE = (
     "kind as approach",
     "devices as devices",
@@ -75,7 +76,6 @@ SIDE_BY_SIDE = (
     ),
     replace(column("idle"), title="idle share per stage", none=None, missing=None),
 )
-"""What stands of a completed run beside others; None: it means nothing for this one."""
 
 
 def side_by_side(records: list[Record]) -> pd.DataFrame:

@@ -8,29 +8,15 @@ from statistics import fmean
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column, column, in_percent
 from common.reporting.layout import fitted
-from common.reporting.rows import (
-    ANSWER_METRICS,
-    Metric,
-    Row,
-    completed,
-    in_order,
-    settings_of_task,
-    with_seeds,
-)
+from common.reporting.rows import ANSWER_METRICS, Metric, Row, completed, in_order, settings_of_task, with_seeds
 
 
 @dataclass(frozen=True)
 class OwnTable:
-    """What is shown of a task's runs; `Task.reporting` names it.
+    """What is shown of a task's runs; `Task.reporting` names it."""
 
-    Attributes:
-        metrics: How good they are, the one to look at first before the others.
-        rows: Returns the lines of `--results`, of records of any task.
-        columns: What is said in each line, as `column` takes it.
-    """
-
-    metrics: Sequence[Metric]
-    rows: Callable[[list[Record]], Iterable[Row]]
+    metrics: Sequence[Metric]  # the one to look at first before the others
+    rows: Callable[[list[Record]], Iterable[Row]]  # the lines of `--results`, of records of any task
     columns: Sequence[str | Column]
 
     def text(self, records: list[Record]) -> str:
@@ -49,30 +35,22 @@ def with_interval(row: Row, score: str) -> str:
     return "{:.4f} ({:.3f} to {:.3f})".format(after[score], *after[f"{score}_interval"])
 
 
-def _of_ceiling_or_pipeline(row: Row, of_ceiling: str, of_pipeline: str) -> float | None:
-    """Return the speed-up that the machine and the bubble allow, or the share of it that was reached.
+def _measured_in_the_run(title: str, of_ceiling: str, of_pipeline: str, form: str) -> Column:
+    """Return a column of what the machine's ceiling or the pipeline says, whichever a run has.
 
-    Both were measured in the run itself, in turn on the same batches: a machine's speed may be another one an hour
-    later, when one device had its turn. With DDP it is the step of ranks that do not synchronize over that of ranks
-    that do; a pipeline's is of its passes over naive model parallel's (2.7).
+    Both were measured in the run itself: a machine may be slower an hour later, when one device has its turn.
     """
-    ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
-    return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
+
+    def value(row: Row) -> float | None:
+        ceiling, pipeline = row.get("machine_ceiling") or {}, row.get("pipeline") or {}
+        return ceiling.get(of_ceiling) or pipeline.get(of_pipeline)
+
+    return Column(title, value, form, none="-")
 
 
 ACCURACY = Column("Test accuracy (95 %)", partial(with_interval, score="accuracy"))
-ALLOWED = Column(
-    "Allowed",
-    partial(_of_ceiling_or_pipeline, of_ceiling="strong", of_pipeline="allowed_speedup"),
-    "{:.2f}x",
-    none="-",
-)
-SHARE = Column(
-    "Share",
-    partial(_of_ceiling_or_pipeline, of_ceiling="reached", of_pipeline="share_of_allowed"),
-    "{:.2f}",
-    none="-",
-)
+ALLOWED = _measured_in_the_run("Allowed", "strong", "allowed_speedup", "{:.2f}x")
+SHARE = _measured_in_the_run("Share", "reached", "share_of_allowed", "{:.2f}")
 PEAKS = "planned as Peak GiB, planned / measured"
 CLASSIFICATION = OwnTable(
     (
@@ -94,10 +72,7 @@ LOOPS = {
 
 
 def loop_runs(records: Iterable[Record], over_links: bool = False) -> list[Record]:
-    """Return the completed runs, in the order of folders, devices and loops.
-
-    `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
-    """
+    """Return the completed runs in order: those over a limited network, or the others."""
     return sorted(
         (run for run in completed(records, task="summarization") if bool(run["config"]["link"]) == over_links),
         key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),

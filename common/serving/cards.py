@@ -35,6 +35,9 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
         base_model=base if "/" in base and tuned.run.weights == "pretrained" else None,
         **licence,
     )
+    named = "No licence is named here, as no card of the base names one: look it up at the base's source."
+    if licence:
+        named = f"{licence.get('license_name', licence['license'])}, which the base's own card names."
     commit = f" (commit {record['model_commit']})" if record.get("model_commit") else ""
     settings = [*SETTINGS, *(ADAPTER_SETTINGS if tuned.run.method.has_adapters else ())]
     parts = [
@@ -42,7 +45,7 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
         f"# {base.rpartition('/')[2]}, tuned{' (adapter)' if is_adapter else ''}",
         f"{tuned.run.method.title} of `{config['model']}`{commit} on `{config['data']}` "
         f"({record['data']['training_rows']:,} training rows, {record['data']['training_tokens']:,} tokens).",
-        f"## Licence\n\n{_licence_sentence(licence)} The data may have a licence of their own.",
+        f"## Licence\n\n{named} The data may have a licence of their own.",
         *(["## Use\n\n" + _use_of_adapter(base)] if is_adapter else []),
         "## Results\n\n" + _score_table(record),
         "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
@@ -67,12 +70,6 @@ def _licence_of_base(tuned: TunedRun) -> dict[str, str]:
     if not found.get("license_link", "https:").startswith("http"):  # a file of the base's, which does not come along
         del found["license_link"]
     return found if "license" in found else {}
-
-
-def _licence_sentence(licence: dict[str, str]) -> str:
-    if not licence:
-        return "No licence is named here, as no card of the base names one: look it up at the base's source."
-    return f"{licence.get('license_name', licence['license'])}, which the base's own card names."
 
 
 def _use_of_adapter(base: str) -> str:

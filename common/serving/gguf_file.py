@@ -48,10 +48,7 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
 
 
 def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
-    """Write the model in the folder `model` into a new folder for `ollama create`; return that folder.
-
-    The Modelfile names no template, so that Ollama renders the one in the GGUF file.
-    """
+    """Write `model` into a new folder for `ollama create`; its Modelfile leaves the template to the GGUF file."""
     tokenizer, name = read_tokenizer(model), f"model-{weight_type}.gguf"
     stops = saved_stops(model, tokenizer)
     stop_texts = filter(None, [*(tokenizer.decode([number]) for number in stops.token_ids), *stops.texts])
@@ -159,9 +156,7 @@ def _add_shape(writer: "GGUFWriter", config: PretrainedConfig) -> None:
         add(value)
 
 
-def _add_tokenizer(
-    writer: "GGUFWriter", folder: Path, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
-) -> None:
+def _add_tokenizer(writer: "GGUFWriter", folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Add tokens, merges, special tokens and chat templates; embeddings without a token get a name of their own."""
     from gguf import SpecialVocab, TokenType
 
@@ -169,7 +164,7 @@ def _add_tokenizer(
     types = dict.fromkeys(names, TokenType.NORMAL)
     for number, token in tokenizer.added_tokens_decoder.items():
         types[number] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
-    numbers = range(vocabulary_size)
+    numbers = range(vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([names.get(number, f"[PAD{number}]") for number in numbers])
     writer.add_token_types([types.get(number, TokenType.UNUSED) for number in numbers])
@@ -206,7 +201,7 @@ def _add_weights(writer: "GGUFWriter", model: PreTrainedModel, weight_type: str)
         stored = GGMLQuantizationType[weight_type.upper() if weight.ndim > 1 else "F32"]
         if stored is GGMLQuantizationType.Q8_0 and weight.shape[-1] % 32:
             raise BadInputError(
-                f"Rows of {name} have {weight.shape[-1]} weights, but q8_0 stores blocks of 32: pass --weight_type f16."
+                f"Rows of {name} have {weight.shape[-1]} weights, and q8_0 stores 32 at once: pass --weight_type f16."
             )
         if config.model_type in INTERLEAVED and (projection := re.search(r"\.([qk])_proj\.", name)):
             heads = config.num_attention_heads if projection[1] == "q" else config.num_key_value_heads

@@ -33,8 +33,8 @@ MADE_BY_RUNS = {
 }  # fmt: skip
 AGAIN = "Repeat the run, or take the adapter as it was saved."
 PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")
+# Of a regular expression: several may have it compared without end. Runs and PEFT write one, `.*`, for each name.
 QUANTIFIER, MOST_QUANTIFIERS = re.compile(r"[*+{]"), 1
-"""Of a regular expression: several may have it compared without end. Runs and PEFT write one, `.*`, for each name."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,15 @@ def _find_folder(name: str) -> Path:
     for place in (name, Path("results") / name):
         if record := find_here(Path(place) / RECORD_NAME, os.path.isfile):
             return record.parent.resolve()
-    known = {
-        str(path.parent.relative_to(REPOSITORY)): path.parent
-        for path in REPOSITORY.glob(f"*/run_*/results/*/{RECORD_NAME}")
-    }
-    found = [place for place in known if Path(place).name == name]
+    known = [file.parent.relative_to(REPOSITORY) for file in REPOSITORY.glob(f"*/run_*/results/*/{RECORD_NAME}")]
+    found = [place for place in known if place.name == name]
     if len(found) == 1:
-        return known[found[0]]
+        return REPOSITORY / found[0]
     if found:
-        raise BadInputError(f"Several runs are called {name}: pass one of {', '.join(found)}.")
-    names = {place: Path(place).name for place in known}
-    meant = next((place for place in known if names[place] == closest(name, names.values())), "")
-    example = meant or next(iter(known), "2.1_lora_finetuning/run_0_cpu_x1/results/NAME")
+        raise BadInputError(f"Several runs are called {name}: pass one of {', '.join(map(str, found))}.")
+    meant = closest(name, [place.name for place in known])
+    likely = chain((place for place in known if place.name == meant), known)
+    example = next(likely, "2.1_lora_finetuning/run_0_cpu_x1/results/NAME")
     raise BadInputError(f"There is no run {name} with a {RECORD_NAME}: pass a results folder such as {example}.")
 
 

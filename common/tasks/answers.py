@@ -1,10 +1,9 @@
 """What a model that chats learns, and how good its answers are: generated on all ranks, then scored by judges.
 
 Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference, a *distance*: 0 means the
-same. `base`, the model before tuning, gives the score without further words; `tuned` judges its own answers, and may
-find itself good though it has gone astray; `minilm` (all-MiniLM-L6-v2) had no part in the training.
-Facts said: share of the reference's fact strings that stand in the answer.
-Shuffled: the score that the reference of *another* question gets. A score near it says nothing of the content.
+same. Its judge is `base`, the model before tuning; `tuned` may find itself good though it has gone astray; `minilm`
+(all-MiniLM-L6-v2) had no part in the training. Facts said: share of the reference's fact strings that stand in the
+answer. Shuffled: the score that the reference of *another* question gets; near it a score says nothing of the content.
 """
 
 import random
@@ -98,23 +97,14 @@ class Judge:
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Return the mean of the last hidden states over each text's tokens, (texts, hidden), fp32; of none zeros.
-
-        MiniLM gets its special tokens, with which it was trained; a language model gets none.
-        """
+        """Return the mean last hidden state of each text's tokens, (texts, hidden), fp32; zeros of no text."""
         if not any(texts):
             return torch.zeros(len(texts), self.model.config.get_text_config().hidden_size, device=self.model.device)
-        is_encoder = self.name == "minilm"
+        is_encoder = self.name == "minilm"  # trained with its special tokens
         longest = MAX_TOKENS if is_encoder else longest_readable(self.model.config)  # a reference may be longer
-        batch = self.tokenizer(
-            texts,
-            padding=True,
-            padding_side="right",
-            add_special_tokens=is_encoder,
-            truncation=longest is not None,
-            max_length=longest,
-            return_tensors="pt",
-        ).to(self.model.device)
+        cut = {"truncation": longest is not None, "max_length": longest}
+        padded = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+        batch = self.tokenizer(texts, add_special_tokens=is_encoder, **cut, **padded).to(self.model.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with self.judging():
             hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.float()
@@ -175,8 +165,8 @@ def evaluate(
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    The `judges` score one after the other, when all answers are there: a generator may load each in the memory that the
-    one before has left. Rank 0 writes predictions_`when`.csv, and after tuning prints a few answers of both models.
+    The `judges` score one after the other, at the end: a generator may load each in the memory that the one before has
+    left. Rank 0 writes predictions_`when`.csv, and after tuning prints a few answers of both models.
     """
     evaluation = Evaluation(answer_and_score(model, tokenizer, rows, judges, log, when))
     report_evaluation(evaluation, rows, log, when)

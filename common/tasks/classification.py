@@ -25,14 +25,8 @@ CONFIDENCE = 0.95
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 1000, 0
 
 
-# -- in training
-
-
 def class_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return loss, 1, and whether the label was found, of each row: shape (rows, 3); zeros for a row without a label.
-
-    `logits` has shape (rows, classes), `labels` (rows,).
-    """
+    """Return each row's loss, 1, and whether its label was found, (rows, 3), of logits (rows, classes); else zeros."""
     losses = cross_entropy(logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="none")
     has_label = labels != IGNORED_LABEL
     correct = (logits.argmax(-1) == labels) & has_label
@@ -53,9 +47,6 @@ CLASSES = Objective(
     True,
     step_loss,
 )
-
-
-# -- at the end
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class Classified:
 
 
 def accuracy_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[float, float]:
-    """Return Wilson's score interval of the share of rows whose label was found."""
+    """Return Wilson's score interval of the accuracy."""
     correct = int(accuracy_score(meant, found, normalize=False))
     interval = binomtest(correct, len(meant)).proportion_ci(CONFIDENCE, method="wilson")
     return float(interval.low), float(interval.high)

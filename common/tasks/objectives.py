@@ -21,32 +21,22 @@ ACCURACY = "eval_accuracy"  # of labels that were found, or of pairs whose chose
 
 @dataclass(frozen=True)
 class Objective:
-    """One kind of prediction.
-
-    Attributes:
-        collator: From tokenizer, model, and the run's settings.
-        results: From logits and what each is to predict, what each row counts for: shape (rows, k).
-        metrics: From the sums of all rows' results, shape (k,): by name, as the log history has them.
-        loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
-            labels of the whole step.
-        needs_losses_alone: Whether `results` are the sum of a row's losses and their number, without logits.
-        labels_in: How many labels of a row are to be predicted.
-        pair_loss, pair_results: Where a row's loss compares two answers: the sum of a batch's losses, and what each row
-            counts for, from the run, the model, what is called (in training another module around it), and a batch.
-        prepare: What is done to a model before it trains.
-    """
+    """One kind of prediction."""
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
-    results: Callable[..., torch.Tensor]
-    metrics: Callable[[torch.Tensor], dict[str, float]]
+    results: Callable[..., torch.Tensor]  # from logits and what each is to predict, what each row counts for: (rows, k)
+    metrics: Callable[[torch.Tensor], dict[str, float]]  # from the sums of all rows' results, (k,), for the log history
     best_metric: str
     higher_is_better: bool
+    # instead of the model's own, unless that is in chunks: from outputs, labels, and the labels of the whole step
     loss: Callable[..., torch.Tensor] | None = None
-    labels_in: Callable[[Tokens], int] = labels_in
-    needs_losses_alone: bool = False
+    labels_in: Callable[[Tokens], int] = labels_in  # how many labels of a row are to be predicted
+    needs_losses_alone: bool = False  # `results` are the sum of a row's losses and their number, without logits
+    # where a row's loss compares two answers: the sum of a batch's losses, and what each row counts for, from the run,
+    # the model, what is called (in training another module around it), and a batch
     pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
     pair_results: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
-    prepare: Callable[[PreTrainedModel], None] | None = None
+    prepare: Callable[[PreTrainedModel], None] | None = None  # what is done to a model before it trains
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
@@ -63,8 +53,7 @@ def step_loss(
 ) -> torch.Tensor:
     """Return the sum of the losses over the number of labels of the whole step, so that uneven shares weigh right.
 
-    (The library's own is a mean over this rank's batch.) The logits have shape (rows, classes) or (rows, tokens,
-    vocabulary), `labels` the same without the last dimension.
+    Logits have shape (rows, classes) or (rows, tokens, vocabulary), `labels` the same without the last dimension.
     """
     divisor = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
     logits = outputs.logits.float().movedim(-1, 1)

@@ -73,10 +73,7 @@ def _trl_row(row: Tokens) -> dict[str, object]:
 
 
 def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of a batch's chosen and of its rejected answers, each of shape (pairs,).
-
-    `model` has TRL's head, which computes them in chunks.
-    """
+    """Return the log-probabilities of chosen and rejected answers, each (pairs,), by a model with TRL's head."""
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED_LABEL)
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
     return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
@@ -195,10 +192,7 @@ def evaluate_preferences(
     when: str,
     reference: PreferenceEvaluation | None = None,
 ) -> PreferenceEvaluation:
-    """Answer each prompt greedily, and find how likely its two given answers are; `reference`: before training.
-
-    Every rank takes its share of the rows, and rank 0 writes predictions_`when`.csv.
-    """
+    """As `answers.evaluate`, without judges: answer each prompt, and find how likely its two given answers are."""
     answers, _ = answer_rows(model, tokenizer, rows, log, when)
     _with_chunked_head(model)
     log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)

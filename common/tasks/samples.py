@@ -19,10 +19,7 @@ SAMPLES, CHARACTERS = 3, 100
 
 
 def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
-    """Return the first `rows` predictions of a run's results folder, before and after tuning side by side.
-
-    The columns are the question (or text), `expected`, `before` (of a run with a baseline) and `after`.
-    """
+    """Return a run's first predictions: the question (or text), `expected`, `before` (with a baseline) and `after`."""
     tables = {when: table.head(rows) for when, table in predictions(folder).items()}
     after = tables["after"]
     expected = next(name for name in PREDICTED if name in after)

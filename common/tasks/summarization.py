@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.print_prefix import print_figures
 from common.data.batches import make_collator
-from common.data.rows import IGNORED_LABEL, Row, Tokens
+from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import tokens_of
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss, step_loss
@@ -28,21 +28,10 @@ ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-# -- in training
-
-
 def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return sum of the losses, and number, of each summary's tokens, shape (rows, 2).
-
-    `logits` has shape (rows, tokens, vocabulary), `labels` (rows, tokens).
-    """
+    """As `answers.answer_results`, of logits at the summary's own positions."""
     losses = cross_entropy(logits.float().mT, labels, ignore_index=IGNORED_LABEL, reduction="none")
     return torch.stack([losses.sum(1), (labels != IGNORED_LABEL).sum(1)], dim=1)
-
-
-def _targets_in(row: Tokens) -> int:
-    # a decoder that reads another text predicts all of its tokens
-    return len(row["labels"]) - row["labels"].count(IGNORED_LABEL)
 
 
 SUMMARIES = Objective(
@@ -52,12 +41,10 @@ SUMMARIES = Objective(
     VALIDATION_LOSS,
     False,
     step_loss,
-    labels_in=_targets_in,
+    # a decoder that reads another text predicts all of its tokens
+    labels_in=lambda row: len(row["labels"]) - row["labels"].count(IGNORED_LABEL),
     needs_losses_alone=True,
 )
-
-
-# -- at the end
 
 
 @dataclass(frozen=True)

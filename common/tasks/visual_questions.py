@@ -1,8 +1,8 @@
 """Answers to questions about pictures: what is learnt, and whether the model looks.
 
-Beside the scores of all answers these are reported: facts said by kind of question; facts said by always giving the
-commonest answer to each kind; and facts said, and answers unchanged, when the same question is asked about another
-row's picture, whose right answer differs. A model that still gives the old answer ignores the picture.
+Beside all answers' scores: facts said by kind of question, and by always giving the commonest answer to each kind; and
+facts said, and answers unchanged, when the same question is asked about another row's picture, whose right answer
+differs. A model that still gives the old answer ignores the picture.
 """
 
 import random
@@ -23,8 +23,6 @@ from common.runtime.recorder import RunRecorder
 from common.tasks import answers
 from common.tasks.answers import Evaluation, Judge, answer_and_score, answer_rows, facts_in, report_evaluation
 
-# -- in training
-
 
 def _picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel, run: RunConfig) -> Collate:
     collate = make_collator(tokenizer, multiple=run.pad_to_multiple_of)
@@ -37,9 +35,6 @@ def _picture_collator(tokenizer: PreTrainedTokenizerBase, _: PreTrainedModel, ru
 
 
 ANSWERS = replace(answers.ANSWERS, collator=_picture_collator)
-
-
-# -- at the end
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ def evaluate_looking(
     log: RunRecorder,
     when: str,
 ) -> VisualEvaluation:
-    """As `answers.evaluate`, and answer the questions about others' pictures, too, which the judges do not see."""
+    """As `answers.evaluate`; questions are also answered about others' pictures, which the judges do not see."""
     scored = answer_and_score(model, tokenizer, rows, judges, log, when)
     partners = partners_of(rows)
     swappable = [number for number, partner in enumerate(partners) if partner is not None]
@@ -105,10 +100,7 @@ def evaluate_looking(
 
 
 def partners_of(rows: Sequence[Row]) -> list[int | None]:
-    """Return for each row another one that asks for the same of a picture with another right answer; always the same.
-
-    The other's answer says no fact of the row. None where there is no such row.
-    """
+    """Return for each row another with the same question, whose answer says none of the row's facts; None: no such."""
     asked = [(group_of(row), answer_of(row), row.get("facts", [])) for row in rows]  # rows may be on disk
     groups: dict[str, list[int]] = {}
     for number, (group, *_) in enumerate(asked):

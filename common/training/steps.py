@@ -14,8 +14,10 @@ from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Judge, evaluate, independent_judges
-from common.training.export import DeviceMap
-from common.training.export import save as save  # a step, too
+from common.training.export import (
+    DeviceMap,
+    save as save,  # a step, too
+)
 from common.training.loop import TrainingLoop
 from common.training.results import check_training, count_steps, training_figures
 

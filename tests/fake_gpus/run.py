@@ -35,8 +35,7 @@ def become_a_machine_with_gpus() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{KIND}:{rank}"
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads of the library's own do not see the fake GPUs
     from common.hardware import devices
-    from common.runtime import rank as rank_room
-    from common.runtime import world
+    from common.runtime import rank as rank_room, world
 
     ours = {"gpus": lambda: ("fake", [NAME] * count), "device_name": _device_name}
     every = {torch.cuda: {"device_count": lambda: count}, devices: ours, rank_room: ours}

@@ -10,8 +10,7 @@ from pathlib import Path
 import nbformat
 import papermill
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from common.base.errors import BadInputError

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutput
 

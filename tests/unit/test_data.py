@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import qwen2_5_chat_template

@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.checks import dry_run as dry_run_room
-from common.checks import fake_steps
+from common.checks import dry_run as dry_run_room, fake_steps
 from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_depth
 from common.checks.fake_steps import (
     batch_inputs,

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from bench.tables.markdown import as_markdown
 from common.base.inert import csv_cell, csv_text, json_in_html, markdown_cell, one_line, printable

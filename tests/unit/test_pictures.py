@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, List, Value
-from datasets import Image as ImageFeature
+from datasets import Dataset, Features, Image as ImageFeature, List, Value
 from PIL import Image
 from transformers import Idefics2Config, Idefics2ForConditionalGeneration, Idefics2Processor
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil

@@ -27,7 +27,7 @@ from common.records.store import (
     records_in,
 )
 from common.reporting import page, page_runs
-from common.reporting.rows import is_comparable, result_files, results_of_this_machine, task_of
+from common.reporting.rows import result_files, results_of_this_machine, task_of
 from common.reporting.tables import on_screen, side_by_side
 from common.serving.tuned_runs import find_run
 
@@ -184,7 +184,7 @@ def with_value(record: Record, place: tuple[Any, ...], value: object) -> Record:
 def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None:
     """Show a record in each way, beside others."""
     runs = [record, *beside]
-    if is_comparable(record):
+    if record["status"] == "completed":
         assert "<" not in page.page_of([record])[0].partition('type="application/json">')[2].partition("<")[0]
         page_runs.divided(record)
     if task_of(record) == "chat":

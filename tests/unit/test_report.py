@@ -9,8 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from bench.tables import outcomes, pages
 from bench.tables.pages import MODULES, TABLES, rendered, with_tables
