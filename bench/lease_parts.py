@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import gpu, planner_points
+from bench import gpu, gpu_check, planner_points
 from bench.entries import read_kept
 from bench.gpu import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, TRIALS_PATH, Scale, Trial
+from bench.gpu_check import NotDoneError
 from bench.lease_schedule import Part
+from bench.machine_facts import facts
 from bench.planner_points import Point
+from bench.processes import not_installed
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.checks import gpu_check, preflight
-from common.checks.gpu_check import NotDoneError
-from common.checks.machine_facts import facts
-from common.checks.processes import not_installed
+from common.checks import preflight
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB

@@ -202,7 +202,7 @@ def test_a_picture_lies_in_the_folder_of_its_data(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_records_command_starts_nothing_but_a_workflow(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common import repeat
+    from bench import repeat
 
     monkeypatch.setattr(repeat, "stream_command", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(BadInputError, match="no workflow"):
@@ -210,7 +210,7 @@ def test_a_records_command_starts_nothing_but_a_workflow(command: str, monkeypat
 
 
 def test_every_kept_command_may_be_repeated() -> None:
-    from common import repeat
+    from bench import repeat
     from common.records.store import kept_records
 
     others = [run["command"] for run in kept_records() if repeat.is_repeatable(run)]
