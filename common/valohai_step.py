@@ -22,11 +22,7 @@ JOIN_TIMEOUT_S = 900
 
 
 def members() -> tuple[int, str, str, bool]:
-    """Return how many machines a distributed task has, the first one's address, our own, and whether we are the first.
-
-    Raises:
-        BadInputError: Valohai does not say so.
-    """
+    """Return a distributed task's count of machines, the first one's address, our own, and whether we are the first."""
     try:
         from valohai import distributed
 

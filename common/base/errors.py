@@ -34,13 +34,10 @@ class AskedToEndError(RunStoppedError):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that another rank is gone.
-
-    NCCL's errors have a single class for everything, also for its own lack of memory and two ranks on one GPU.
-    """
+    """Return whether an error means that another rank is gone."""
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
-    if isinstance(error, DistBackendError):
+    if isinstance(error, DistBackendError):  # NCCL's class for everything, also for two ranks on one GPU
         is_local = "shared memory" in str(error)  # a container's /dev/shm is small: docker's --shm-size
         return not is_local and any(words in str(error) for words in NCCL_LOST_RANK)
     return isinstance(error, DistError) or GLOO.match(str(error)) is not None
@@ -83,15 +80,13 @@ def begin_of(value: object, length: int = 80) -> str:
 def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None]:
     """Refuse, in one sentence that names it, something of a user's that a library cannot read or build.
 
-    Wrap only the library's call, so that a fault of ours is not taken for the user's.
+    Wrap only the library's call, so that a fault of ours is not taken for the user's. A full disk, too little memory
+    and a lost rank are nobody's mistake, and pass.
 
     Args:
-        what: Of the file, model, adapter, template or record, with its place: "config.json of my_model".
+        what: Its name with its place: "config.json of my_model".
         next_step: A sentence of what to do.
         done: What the library does with it: read, built.
-
-    Raises:
-        BadInputError: the library has raised anything but a full disk, too little memory or a lost rank.
     """
     try:
         yield

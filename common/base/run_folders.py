@@ -102,12 +102,9 @@ def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
 
 
 def workflow_does(own: RunConfig, technique: str, parallel: str) -> bool:
-    """Return whether the workflow of the folder whose own run is `own` trains so.
-
-    Others would do their own all the same. A task's own folder does all that the task is done with.
-    """
+    """Return whether the workflow of `own`'s folder trains so: others would do their own all the same."""
     folder = own.run_folder.partition("/")[0]
     taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
     taken.append(((own.technique,), (own.parallel,)))
     is_taken = any(technique in techniques and parallel in parallels for techniques, parallels in taken)
-    return bool(own.goal.folder_for_one) or is_taken
+    return bool(own.goal.folder_for_one) or is_taken  # a task's own folder does all that the task is done with

@@ -1,8 +1,4 @@
-"""The settings of a run, in groups: each field with its meaning, unit and default, its range, and the runs it is for.
-
-Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig`, or TRL's `SFTConfig` or
-`ModelConfig` means have its name.
-"""
+"""The settings of a run, in groups; what Transformers, PEFT or TRL have too is called as they call it."""
 
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
@@ -61,15 +57,7 @@ _LIMITS_OF: dict[Field, tuple[Range | OnlyFor, ...]] = {}  # not in the fields' 
 def setting(
     default: object, doc: str, *limits: Range | OnlyFor, aliases: tuple[str, ...] = (), **for_argparse: object
 ) -> object:
-    """Return a field of a run's settings.
-
-    Args:
-        default: Its value where none is passed.
-        doc: Its meaning, for --help.
-        limits: The ranges of its values, and the runs that it means something for: all of them hold.
-        aliases: More options of the command line.
-        for_argparse: What argparse takes of an option.
-    """
+    """Return a field of a run's settings; `doc` is its help, `limits` all hold, `aliases` are more of its options."""
     if default is False:
         for_argparse["metavar"] = "true|false"
     made = field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})

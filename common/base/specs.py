@@ -1,8 +1,4 @@
-"""The table of techniques, parallelisms and tasks: what each is called, shards, splits, trains, reads and refuses.
-
-Everything else asks a spec what it does, instead of comparing names. A new entry is registered by putting it into its
-dictionary.
-"""
+"""The table of techniques, parallelisms and tasks: everything else asks a row what it does, and compares no names."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

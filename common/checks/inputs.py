@@ -65,13 +65,9 @@ PICTURED_ROWS = 128  # rows whose pictures are looked at: those with the longest
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
-    """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
+    """Refuse settings, rows, model, disk or memory that a run cannot have, before anything is written or started.
 
-    Returns:
-        The run as `check_settings` does, with the rows that its plan chose to validate and answer at once.
-
-    Raises:
-        BadInputError: what is unknown, missing or malformed, or cannot fit.
+    Return the run as `check_settings` does, with the rows that its plan chose to validate and answer at once.
     """
     run = check_settings(run)
     splits, tokenizer = load_splits(run), load_tokenizer(run)
@@ -86,14 +82,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
 
 
 def check_settings(run: RunConfig) -> RunConfig:
-    """Check the run's settings, its tokenizer, and that its model can be divided as they say; no row is read.
-
-    Returns:
-        The run, with defaults changed that cannot work with its model (`suited_to_model`).
-
-    Raises:
-        BadInputError: what is unknown, missing or malformed.
-    """
+    """Refuse settings that cannot be, or not with this model; return the run as `suited_to_model` does."""
     first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
              check_compiler, check_trackers, check_optimizer)  # fmt: skip
     for check in first:
@@ -330,8 +319,7 @@ def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTok
 def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return tokens of texts that the model has no embedding for, as Gemma 3 of 1B for its larger siblings' pictures.
 
-    Raises:
-        BadInputError: one is written in any case, or the tokenizer is another model's.
+    Refuse one that is written whatever the texts, and the tokenizer of another model.
     """
     count = any_shape_config(run.model, run.model_revision).get_text_config().vocab_size
     added, roles = tokenizer.added_tokens_decoder, {getattr(tokenizer, role): role for role in USED}

@@ -66,14 +66,11 @@ class StepClock(TrainerCallback):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
-
-    `peak_gib` is that of the training steps; `logit_difference` as `save_and_reload` returns it.
-    """
+    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated."""
 
     rank: int
     device: str
-    peak_gib: float
+    peak_gib: float  # of the training steps
     validation_peak_gib: float
     merging_peak_gib: float
     answers_peak_gib: float
@@ -140,12 +137,7 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
 
 
 def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder: Path) -> list[Measured]:
-    """Build, train, validate, save, reload and answer on this rank's devices; `folder` takes what all ranks save.
-
-    Raises:
-        SystemExit: memory ran out; the sentence has been said.
-        RuntimeError: what was saved is not what was trained.
-    """
+    """Build, train, validate, save, reload and answer on this rank's devices; `folder` takes what all ranks save."""
     elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
     smaller, training = smaller_batch(run, len(rows.train), placement.plan), Taken()
     with ExitStack() as begun:  # the folder's function builds and trains: the clock hears where the one ends

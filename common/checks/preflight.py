@@ -55,11 +55,7 @@ def device_of(run: RunConfig) -> Gpu | None:
 def place_and_plan(
     run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None
 ) -> tuple[Placement, str]:
-    """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None.
-
-    Raises:
-        BadInputError: layers cannot be placed, for which the planner must know model, optimizer and device.
-    """
+    """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None."""
     device, no_plan = device_of(run), ""
     try:
         read_architecture(run.model, run.model_revision)

@@ -1,7 +1,4 @@
-"""What stands in a record: the type of each value that is read, and what a completed run has of them.
-
-Pydantic checks a record against `Fields`. Keys that are not named here are taken as they are, and read by nobody.
-"""
+"""What stands in a record: the type of each value that is read, and what a completed run has of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -157,7 +154,7 @@ Fields = _keys({
     }) | None,
     "gallery?": list[dict[Text, str | bool | None]],
 })  # fmt: skip
-"""A record. What may be missing came with later code, means something for some runs only, or was not reached."""
+"""A record. What may be missing came with later code, is of some runs only, or was not reached; more keys may stand."""
 RECORD = TypeAdapter(Fields)
 
 # -- what a completed run has
@@ -186,10 +183,7 @@ ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
 
 
 def wrong_in(record: object, whole: bool = False) -> str:
-    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well.
-
-    With `whole`, also what a completed run lacks.
-    """
+    """Return a record's first wrong key, its value and why, or, with `whole`, what it lacks; empty: all is well."""
     try:
         RECORD.validate_python(record, strict=True)
         idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})

@@ -132,12 +132,7 @@ def write_json(data: dict[str, Any], path: Path) -> None:
 
 
 def load_record(path: Path, whole: bool = False) -> Record:
-    """Read a record. Its values have the types of `common.records.schema`; of a run that failed some are not there.
-
-    Raises:
-        BadInputError: The file is no record, has a value that nobody can read, or a schema that this code does not
-            know; with `whole`, also where a completed run lacks a figure of its task.
-    """
+    """Read a record; refuse a file that is none by `common.records.schema`, with `whole` also an incomplete one."""
     from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
 
     if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
@@ -159,10 +154,7 @@ def load_record(path: Path, whole: bool = False) -> Record:
 
 
 def records_in(files: Iterable[Path]) -> Iterator[tuple[Path, Record]]:
-    """Yield the records among some files, one by one, each with its file.
-
-    A file that is none is named on stderr, once, and passed over: one bad record does not hide the others.
-    """
+    """Yield the records among some files, each with its file; a bad one is named on stderr, once, and passed over."""
     for file in files:
         try:
             yield file, load_record(file, whole=True)
@@ -192,13 +184,7 @@ def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> l
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record from `<run folder>/results/<name>` to the folder `records`, or `<run folder>/records`.
-
-    Paths of this machine stay behind.
-
-    Raises:
-        BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
-    """
+    """Copy a run's record, without paths of this machine, to `records`, or its run folder's own; return the file."""
     record = load_record(results_folder / RECORD_NAME)
     threads, folder = record["config"].get("threads", 1), results_folder.resolve()
     if threads > 1:
