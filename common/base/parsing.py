@@ -136,19 +136,14 @@ class SettingsParser(OneSentenceParser, TrlParser):
         if not isinstance(found, dict):
             raise BadInputError(f"--config {file} has no names with values: write `name: value` lines.")
         if "env" in found:  # TRL would set it, and a module that PYTHONPATH leads to would run
-            raise BadInputError(
-                f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
-            )
+            raise BadInputError(f"--config {file} has env, but sets no variables: set them where you start the run.")
         values = {str(name): value for name, value in found.items()}
         for option in self._actions:
             value = values.get(option.dest)
             if isinstance(option, argparse._AppendAction):
                 values |= {option.dest: [value]} if isinstance(value, str) else {}
             elif not isinstance(value, str | bool | None):
-                raise BadInputError(
-                    f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
-                    "several names with commas between."
-                )
+                raise BadInputError(f"--config {file}: {option.dest} takes one value: write names with commas between.")
             elif option.const is True and isinstance(value, str):  # a switch
                 values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
         return values

@@ -64,8 +64,7 @@ def _literal_file_of(run_folder: Path) -> Path:
     found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
     if len(found) != 1:
         raise BadInputError(
-            f"{len(found)} files my_*.py of {run_folder.name} have a literal `RUN = RunConfig(...)` at their top: "
-            "write one."
+            f"{len(found)} files my_*.py of {run_folder.name} have a `RUN = RunConfig(...)`: write one."
         )
     return found[0]
 

@@ -61,9 +61,7 @@ def folder_of_user() -> Path:
         folder.mkdir(mode=0o700)
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise RunStoppedError(
-            f"{folder}, where ranks meet, can be written by others: remove it, or let TMPDIR name a folder of your own."
-        )
+        raise RunStoppedError(f"{folder}, where ranks meet, can be written by others: remove it, or set TMPDIR.")
     return folder
 
 
@@ -114,6 +112,5 @@ def _check_alone(environment: Mapping[str, str]) -> None:
         if environment.get(name, value) != value:
             raise BadInputError(
                 f"{name} is {begin_of(environment[name], 40)!r}: mpirun or srun has started several processes. Start "
-                "one on each machine, and by it torchrun (docs/several_machines.md); or, if this process is alone, "
-                f"`unset {name}`."
+                f"one torchrun on each machine (docs/several_machines.md), or `unset {name}` if this process is alone."
             )

@@ -157,9 +157,7 @@ def check_schedule(run: RunConfig, steps: int) -> None:
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    raise BadInputError(
-        f"{what} follows validations, but learning rates here follow the steps alone. {OTHER_SCHEDULES}"
-    )
+    raise BadInputError(f"{what} follows validations, but learning rates here follow steps alone. {OTHER_SCHEDULES}")
 
 
 def check_weights(run: RunConfig) -> None:
@@ -182,8 +180,7 @@ def _check_parallelism(run: RunConfig) -> None:
         run.parallelism
     ).part:
         raise BadInputError(
-            f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
-            "names no part of its own; pass another --parallel."
+            f"parallel is {run.parallel}, which can be planned, but not trained with: its row names no part of its own."
         )
     part_class(run).check(run)
 
@@ -294,10 +291,7 @@ def check_room_to_save(run: RunConfig) -> None:
     folder, size = tempfile.gettempdir(), sum(weight.nbytes for weight in model_without_weights(run).parameters())
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise BadInputError(
-            f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "
-            "TMPDIR to a folder on another disk."
-        )
+        raise BadInputError(f"A saved model takes {size_text(size)}, but {folder} has {size_text(free)}: set TMPDIR.")
 
 
 def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -333,8 +327,7 @@ def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase)
         if role:
             raise BadInputError(
                 f"The tokenizer of {run.model} has the token {token!r} as number {number} ({role}), but the model has "
-                f"embeddings for {count:,} tokens: take the tokenizer that it was published with, or add embeddings "
-                "(`resize_token_embeddings`, then `save_pretrained`)."
+                f"embeddings for {count:,}: take its own tokenizer, or add embeddings (`resize_token_embeddings`)."
             )
     return list(beyond)
 

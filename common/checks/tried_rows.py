@@ -136,7 +136,7 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
     seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
     if len(seen) >= tokens:
         raise BadInputError(
-            f"--seq-len is {tokens}, but a picture takes {len(seen)} tokens: pass --seq-len {len(seen) + 64} or more."
+            f"--seq-len is {tokens}, but a picture takes {len(seen)} tokens: pass --seq-len {len(seen) + 64}."
         )
     learnt = [IGNORED_LABEL] * len(seen) + row["labels"][len(seen) :]
     return {**row, "input_ids": [*seen, *row["input_ids"][len(seen) :]], "labels": learnt, "picture": picture}

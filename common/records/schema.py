@@ -39,9 +39,7 @@ Some = Annotated[int, Field(ge=1, le=MOST)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Figure = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
-Score = Annotated[
-    float, _refused(lambda score: math.isfinite(score) and abs(score) > 1e100, "it is larger than any loss")
-]
+Score = Annotated[float, _refused(lambda score: 1e100 < abs(score) < math.inf, "it is larger than any loss")]
 """A loss or a score, which is no number or infinite where a run diverged."""
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]

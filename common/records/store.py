@@ -145,9 +145,7 @@ def load_record(path: Path, whole: bool = False) -> Record:
         record = json.loads(path.read_text(encoding="utf-8"))
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
-        )
+        raise BadInputError(f"{path} has schema version {begin_of(repr(found), 60)}, and not {SCHEMA_VERSION}: {AGAIN}")
     if wrong := wrong_in(record, whole):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
     return record
@@ -188,14 +186,9 @@ def keep_record(results_folder: Path, records: Path | None = None) -> Path:
     record = load_record(results_folder / RECORD_NAME)
     threads, folder = record["config"].get("threads", 1), results_folder.resolve()
     if threads > 1:
-        raise BadInputError(
-            f"{results_folder} was computed with {threads} threads a device, and kept records are compared with those "
-            "of one: run it again without --threads."
-        )
+        raise BadInputError(f"{results_folder} had {threads} threads a device, kept records have one: repeat it so.")
     if folder.parent.name != "results":
-        raise BadInputError(
-            f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
-        )
+        raise BadInputError(f"{results_folder} is no results folder: pass RUN=<run folder>/results/<name>.")
     kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():
