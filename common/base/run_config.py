@@ -306,7 +306,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.method.has_adapters and run.target_modules == "all",
          "target_modules is all, but adapters stand beside linear layers: pass all-linear."),
         (run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
-         f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave one out."),
+         f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave it out."),
         # rows and attention
         (longest % multiple,
          f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it: pass --{limit} "
