@@ -1,7 +1,4 @@
-"""Texts of others (a user's rows, a model's answers, a record) that do nothing where they are shown.
-
-Each function is for one place: a terminal, a spreadsheet, a table in Markdown, the data in an HTML page.
-"""
+"""Texts of others (a user's rows, a model's answers, a record) that do nothing in the place where they are shown."""
 
 import json
 import re

@@ -143,16 +143,14 @@ def check_optimizer(run: RunConfig) -> None:
 
 
 def check_schedule(run: RunConfig, steps: int) -> None:
-    """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule.
-
-    It is tried where its formula changes: at its ends and those of its warm-up.
-    """
+    """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, OTHER_SCHEDULES, "followed"):
         schedule = make_schedule(optimizer, run, steps)
         if isinstance(schedule, LambdaLR):
             warmup = training_arguments(run).get_warmup_steps(steps)
+            # where its formula changes
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))

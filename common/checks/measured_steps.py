@@ -83,7 +83,7 @@ class Measured:
 
 @dataclass
 class Taken:
-    """What a phase took: seconds, and the peak of each of the rank's devices, in GiB."""
+    """What a phase took, once it has ended: seconds, and the peak of each of the rank's devices, in GiB."""
 
     time_s: float = 0.0
     peaks_gib: Sequence[float] = ()
@@ -91,10 +91,7 @@ class Taken:
 
 @contextmanager
 def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
-    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out.
-
-    What it yields is complete once it has ended.
-    """
+    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out."""
     start_s, taken = time.perf_counter(), Taken()
     for device in rank.devices:
         forget_peak(device)
@@ -175,10 +172,9 @@ def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder
 
 
 def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> float:
-    """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
+    """Save what is trained, free it, and load it again; return the largest absolute difference of logits.
 
-    It is known on the first rank that knows the trained model's logits, or on all that share one; others return 0. The
-    trained model is freed, so that a device holds one model at a time.
+    It is known on the first rank that knows the trained model's logits, or on all that share one; others return 0.
     """
     run, rank = loop.run, loop.rank
     batch, expected, compares = save_and_free(loop, folder)
