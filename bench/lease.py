@@ -40,8 +40,7 @@ FOLDER = REPOSITORY / "lease"
 # -- what is kept
 
 NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
-KEPT_ALONE = ("steps: ", "point: ")
-"""How the names of parts begin that have a file of their own."""
+KEPT_ALONE = ("steps: ", "point: ")  # how the names of parts begin that have a file of their own
 KEPT = ("at", "seconds", "status", "why", "result")
 
 

@@ -28,13 +28,13 @@ from common.runtime.launchers import stream_command
 
 LOOKED_AT_S, BUSY_PERCENT = 5.0, 15.0
 NOTEBOOK = "the notebook"
+# what stands for a launcher's program, by this Python
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
-"""What stands for a launcher's program, by this Python."""
+# commands that a record may have run here: they start a workflow of its run folder
 OF_A_FOLDER = re.compile(
     rf"(python|torchrun --nproc_per_node \d+|{TORCHRUN.strip()}"
     r"|accelerate launch --config_file my_accelerate_config\.yaml) my_workflow_\w+\.py( .*)?"
 )
-"""Commands that a record may have run here: they start a workflow of its run folder."""
 
 
 def records_below(folders: Sequence[str]) -> dict[Path, Record]:

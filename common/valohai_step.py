@@ -17,8 +17,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 
-JOIN_TIMEOUT_S = 900
-"""How long machines wait for each other, which install at different speeds."""
+JOIN_TIMEOUT_S = 900  # how long machines wait for each other, which install at different speeds
 
 
 def members() -> tuple[int, str, str, bool]:

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 
 from common.base.paths import REPOSITORY
 
+# how gloo's errors begin, which have no class of their own: with the place in its source
 GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[(\S*/)?gloo/\S+\.(cc|h):\d+\]")
-"""How gloo's errors begin, which have no class of their own: with the place in its source."""
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
 MOST_SAID = 4_000  # characters of an error

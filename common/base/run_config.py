@@ -30,8 +30,8 @@ LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest who
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
+# the names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints
 SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
-"""The names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints."""
 LARGEST = 2**31 - 1  # what the libraries below count with
 OF_FILES = ("model", "data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
 LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
@@ -196,8 +196,8 @@ class RunConfig(
 
 
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
+# settings that older records have: how steps were divided, which what was trained does not show
 GONE = {"max_batch_tokens", "prefetch", "wrap"}
-"""Settings that older records have: how steps were divided, which what was trained does not show."""
 
 
 def _wrong_with(value: object, kind: type, default: object, is_of_a_file: bool) -> str:

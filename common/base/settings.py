@@ -23,8 +23,8 @@ class OnlyFor:
     applies: Callable[[Any], bool]  # to a `RunConfig`, which is made of these settings and cannot be imported here
 
 
+# rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster
 MOST_EVALUATED_AT_ONCE = 32
-"""Rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster."""
 AT_LEAST_0 = Range(lambda value: value >= 0, ", but must be at least 0: pass --{name} 1.")
 AT_LEAST_1 = Range(lambda value: value >= 1, ", but must be at least 1: pass --{name} 1.")
 AT_LEAST_2 = Range(lambda value: value >= 2, ", but must be at least 2: pass --{name} 2.")
@@ -321,5 +321,5 @@ GROUPS = (
     TrackingSettings,
 )  # fmt: skip
 
+# by setting: the ranges of its values, and the runs that it means something for
 LIMITS = {each.name: _LIMITS_OF[each] for group in GROUPS for each in fields(group)}
-"""By setting: the ranges of its values, and the runs that it means something for."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# what tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
-"""What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
 _asked: list[int] = []  # the SIGUSR1 that came
 
 

@@ -14,8 +14,8 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by 
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")  # besides
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
+# alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
-"""Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 # how many processes MPI has started, which Accelerate takes for ranks
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 KEPT_S = 24 * 60 * 60  # how long what a killed process has left where ranks meet stays at least

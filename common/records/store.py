@@ -23,14 +23,15 @@ SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 MOST_BYTES = 32 * 2**20
 AGAIN = "repeat the run, or move the file away."
+# folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py
 KEPT, STUDY = "*/run_*/records", "docs/records"
-"""Folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py."""
 PLACES = ("model", "data", "device_map", "resume_from_checkpoint")  # settings that may be paths of this machine
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
 
+# what `Task.named_by` chooses from; an empty part is left out
 NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "sharing": lambda run: run.sharing if run.parallelism.shards else "",
     "batch": lambda run: f"batch{run.per_device_train_batch_size}",
@@ -42,7 +43,6 @@ NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "devices": lambda run: f"x{run.devices}",
     "exchanged": lambda run: "exchanged" if run.exchange_answers else "",
 }
-"""What `Task.named_by` chooses from; an empty part is left out."""
 
 
 def settings_anywhere(run: RunConfig) -> dict[str, object]:
