@@ -289,7 +289,9 @@ def check_room_to_save(run: RunConfig) -> None:
     folder, size = tempfile.gettempdir(), sum(weight.nbytes for weight in model_without_weights(run).parameters())
     free = shutil.disk_usage(folder).free
     if free < size:
-        raise BadInputError(f"It saves {size_text(size)}, but {size_text(free)} are free in {folder}: set TMPDIR.")
+        raise BadInputError(
+            f"A preflight saves {size_text(size)}, but {size_text(free)} are free in {folder}: set TMPDIR elsewhere."
+        )
 
 
 def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
