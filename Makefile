@@ -54,7 +54,7 @@ record: $(RUNS) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run
 	@$(BIN)/python -m common.run_record "$(RUN)"
 
 records: $(RUNS) ## run every kept record's command again, on a quiet machine, and keep the new records; FOLDERS="2.1_... 2.6_..."
-	@$(BIN)/python -m common.repeat $(FOLDERS)
+	@$(BIN)/python -m bench.repeat $(FOLDERS)
 
 tables: $(RUNS) ## render the pages' tables from the records
 	@$(BIN)/python -m common.report --write
@@ -99,7 +99,7 @@ bench: $(RUNS) ## speed and memory against other tools, scaling, the planner's e
 	@$(BIN)/python -m bench
 
 siblings: $(RUNS) ## copy each technique's first run folder to the others, but for their literals
-	@$(BIN)/python -m common.siblings
+	@$(BIN)/python -m assets.siblings
 
 lab: .venv/.has-notebooks $(RUNS) ## the notebooks, in the browser
 	@$(BIN)/jupyter lab

@@ -16,13 +16,13 @@ import torch
 from transformers import TrainerCallback
 
 from bench.entries import Entry, measured, read_kept
+from bench.gpu_check import NotDoneError
 from bench.levers import LEVERS, pulled
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.base.specs import TECHNIQUES
 from common.checks.folder_training import tried_by_folder
-from common.checks.gpu_check import NotDoneError
 from common.checks.measured_steps import StepClock
 from common.checks.preflight import planned_step_s
 from common.checks.tried_rows import batch_of_length, rows_of_length

@@ -26,11 +26,11 @@ from bench.entries import keep, read_kept
 from bench.gpu import TRIALS_PATH
 from bench.lease_parts import LEASES_PATH, REHEARSED, card_here, parts_for
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
+from bench.processes import END_S
 from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.checks.processes import END_S
 from common.hardware.devices import find_gpu
 from common.records.store import write_json
 
@@ -40,8 +40,7 @@ FOLDER = REPOSITORY / "lease"
 # -- what is kept
 
 NEXT = "now `python -m bench gpu planner` judges them, and `make tables` shows them"
-KEPT_ALONE = ("steps: ", "point: ")
-"""How the names of parts begin that have a file of their own."""
+KEPT_ALONE = ("steps: ", "point: ")  # how the names of parts begin that have a file of their own
 KEPT = ("at", "seconds", "status", "why", "result")
 
 

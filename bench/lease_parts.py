@@ -9,24 +9,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import gpu, planner_points
+from bench import gpu, gpu_check, planner_points
 from bench.entries import read_kept
 from bench.gpu import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, TRIALS_PATH, Scale, Trial
+from bench.gpu_check import NotDoneError
 from bench.lease_schedule import Part
+from bench.machine_facts import facts
 from bench.planner_points import Point
+from bench.processes import not_installed
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.checks import gpu_check, preflight
-from common.checks.gpu_check import NotDoneError
-from common.checks.machine_facts import facts
-from common.checks.processes import not_installed
+from common.checks import preflight
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB
 
 REHEARSED = "rehearsal on a CPU"
+# what leases found besides steps and points: each part's last result, by card
 LEASES_PATH = REPOSITORY / "bench" / "gpu_leases.json"
-"""What leases found besides steps and points: each part's last result, by card."""
 
 # -- the card
 
@@ -101,26 +101,24 @@ def run_tests(tests: list[str], card: str | None, **memory: Any) -> dict[str, An
 
 # -- the parts
 
+# run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows
 PREFLIGHTS = (
     ("2.3_qlora_finetuning/run_3_h200_141g_x1", "2.3_qlora_finetuning/run_0_cpu_x1", 512),
     ("3.4_preference_tuning/run_1_a6000_48g_x1", "3.4_preference_tuning/run_0_cpu_x1", 512),
     ("3.3_visual_question_answering/run_1_a6000_48g_x1", "3.3_visual_question_answering/run_0_cpu_x1", 0),
 )
-"""Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
 PAIRS_AT_ONCE, TESTS_LIMIT_S, REHEARSED_LIMIT_S = 3, 240.0, 600.0
+# of `tests/gpu`, and the seconds that they should take
 TEST_FILES = {("test_kernels.py", "test_strategies.py"): 45, ("test_saves.py",): 45, ("test_cuda.py",): 75}
-"""Of `tests/gpu`, and the seconds that they should take."""
 RESTART = "test_shared_gpu.py::test_a_rank_that_is_killed_starts_again"
+# what two ranks on one GPU are tried with, and the packages that it needs
 PAIRS = {
     **dict.fromkeys(("2.2 DDP", "2.3 DDP", "2.6 DDP", "2.6 FSDP", "2.6 FSDP, bf16", "2.6 QLoRA"), ()),
     "2.6 ZeRO-3": ("deepspeed",),
     **dict.fromkeys(("2.7 PP", "3.1 TP", "3.2 DDP"), ()),
 }
-"""What two ranks on one GPU are tried with, and the packages that it needs."""
-POINTS = 20
-"""Of the planner, before other parts: with those that are kept more than its bar asks for."""
-SLOWEST_WEIGHTS_PER_S = 2e9
-"""Of the points' steps: making the weights, quantizing them, and two steps."""
+POINTS = 20  # of the planner, before other parts: with those that are kept more than its bar asks for
+SLOWEST_WEIGHTS_PER_S = 2e9  # of the points' steps: making the weights, quantizing them, and two steps
 REHEARSED_POINTS = (
     Point("lora", "assets/embedded_base", 2, 32, False),
     Point("full", "assets/embedded_base", 1, 32, True),

@@ -12,8 +12,8 @@ from pathlib import Path
 from subprocess import PIPE
 from typing import IO, Any
 
-from common.checks.gpu_check import without_places
-from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, start_process, why_ended
+from bench.gpu_check import without_places
+from bench.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, start_process, why_ended
 
 RESULTS = "results.jsonl"
 POLL_S = 0.05

@@ -87,10 +87,7 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
 
 
 def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> int:
-    """Run every setting in processes of its own, print the table of all, and return the exit code.
-
-    All are checked before the first one starts; one that fails then does not keep the others from running.
-    """
+    """Check all settings, run each in processes of its own, also after one fails, and print the table of all."""
     start_s, failed = time.perf_counter(), []
     settings = [[*setting, *["--quick"] * is_quick, *overrides] for setting in workflow.SETTINGS]
     runs = [run_of_folder(Path(workflow.__file__).parent, setting) for setting in settings]

@@ -17,7 +17,7 @@ import sys
 from types import ModuleType
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, importing_bench
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
@@ -56,20 +56,11 @@ def main() -> None:
 
 
 def table_pages() -> ModuleType:
-    """Return `bench.tables.pages`, the tables of this repository's pages; the `common` package is without them.
-
-    Raises:
-        BadInputError: the repository is not here.
-    """
-    sys.path.append(str(REPOSITORY))
-    try:
+    """Return `bench.tables.pages`, the tables of this repository's pages."""
+    with importing_bench(
+        "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
+    ):
         from bench.tables import pages
-    except ModuleNotFoundError as missing:
-        if missing.name != "bench":
-            raise
-        raise BadInputError(
-            "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
-        ) from None
     return pages
 
 

@@ -17,16 +17,11 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 
-JOIN_TIMEOUT_S = 900
-"""How long machines wait for each other, which install at different speeds."""
+JOIN_TIMEOUT_S = 900  # how long machines wait for each other, which install at different speeds
 
 
 def members() -> tuple[int, str, str, bool]:
-    """Return how many machines a distributed task has, the first one's address, our own, and whether we are the first.
-
-    Raises:
-        BadInputError: Valohai does not say so.
-    """
+    """Return a distributed task's count of machines, the first one's address, our own, and whether we are the first."""
     try:
         from valohai import distributed
 

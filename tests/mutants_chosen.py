@@ -801,7 +801,7 @@ REPORTS = (
     ),
     Fault(
         "a sibling run folder that is no copy passes",
-        "common/siblings.py",
+        "assets/siblings.py",
         'if not path.is_file() or path.read_text("utf-8") != text\n',
         "if not path.is_file()\n",
         _unit("siblings", "a_changed_line_a_cell_and_a_number_of_processes_are_found_and_mended"),

@@ -108,15 +108,14 @@ def silent_if_well() -> Iterator[None]:
 def refused_in_one_sentence() -> Iterator[None]:
     """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`.
 
-    Any other error is a fault of ours, or of code that a user has changed: its trace is kept in a file (exit code 1).
-    Where what is printed is read by a command that ends earlier, such as `head`, it ends silently.
+    Another error is a fault of ours, or of changed code: its trace is kept in a file (exit code 1).
     """
     try:
         yield
         sys.stdout.flush()  # what is still buffered is refused here, and not when Python ends
     except BaseException as error:
         hide_secrets(error)
-        if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():  # such as `head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own last flush fails again
             sys.exit(CLOSED_PIPE_EXIT_CODE)
         if isinstance(error, BadInputError):

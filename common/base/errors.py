@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+from common.base.paths import REPOSITORY
+
+# how gloo's errors begin, which have no class of their own: with the place in its source
 GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[(\S*/)?gloo/\S+\.(cc|h):\d+\]")
-"""How gloo's errors begin, which have no class of their own: with the place in its source."""
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
 MOST_SAID = 4_000  # characters of an error
@@ -32,13 +34,10 @@ class AskedToEndError(RunStoppedError):
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means that another rank is gone.
-
-    NCCL's errors have a single class for everything, also for its own lack of memory and two ranks on one GPU.
-    """
+    """Return whether an error means that another rank is gone."""
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
-    if isinstance(error, DistBackendError):
+    if isinstance(error, DistBackendError):  # NCCL's class for everything, also for two ranks on one GPU
         is_local = "shared memory" in str(error)  # a container's /dev/shm is small: docker's --shm-size
         return not is_local and any(words in str(error) for words in NCCL_LOST_RANK)
     return isinstance(error, DistError) or GLOO.match(str(error)) is not None
@@ -81,15 +80,13 @@ def begin_of(value: object, length: int = 80) -> str:
 def reading(what: str, next_step: str = "", done: str = "read") -> Iterator[None]:
     """Refuse, in one sentence that names it, something of a user's that a library cannot read or build.
 
-    Wrap only the library's call, so that a fault of ours is not taken for the user's.
+    Wrap only the library's call, so that a fault of ours is not taken for the user's. A full disk, too little memory
+    and a lost rank are nobody's mistake, and pass.
 
     Args:
-        what: Of the file, model, adapter, template or record, with its place: "config.json of my_model".
+        what: Its name with its place: "config.json of my_model".
         next_step: A sentence of what to do.
         done: What the library does with it: read, built.
-
-    Raises:
-        BadInputError: the library has raised anything but a full disk, too little memory or a lost rank.
     """
     try:
         yield
@@ -109,6 +106,18 @@ def check_installed(package: str, asked_by: str, next_step: str) -> None:
     """Refuse what `asked_by` says where its package is missing, with the command that installs it."""
     if importlib.util.find_spec(package) is None:
         raise BadInputError(f"{asked_by}, but {package} is not installed: {next_step}.")
+
+
+@contextmanager
+def importing_bench(otherwise: str) -> Iterator[None]:
+    """Import from `bench` within the block; where only the `common` package is here, refuse with what to do."""
+    sys.path.append(str(REPOSITORY))
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name != "bench":
+            raise
+        raise BadInputError(otherwise) from None
 
 
 def closest(word: object, known: Iterable[object]) -> str:

@@ -1,7 +1,4 @@
-"""Texts of others (a user's rows, a model's answers, a record) that do nothing where they are shown.
-
-Each function is for one place: a terminal, a spreadsheet, a table in Markdown, the data in an HTML page.
-"""
+"""Texts of others (a user's rows, a model's answers, a record) that do nothing in the place where they are shown."""
 
 import json
 import re
@@ -11,8 +8,8 @@ NOT_SHOWN = re.compile(
     r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks that turn the direction of what follows
     r"\u2028\u2029\ud800-\udfff]"  # separators of lines, and half characters, which no file takes
 )
+# how a cell begins that a spreadsheet takes for a formula; with a quote before it, for a text
 FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff0b\uff0d\uff1d\uff20]")
-"""How a cell begins that a spreadsheet takes for a formula; with a quote before it, for a text."""
 QUOTED_FORMULA = re.compile(rf"'(?={FORMULA.pattern})")
 OPENING_TAG = re.compile(r"<(?=[\w/!?])")
 

@@ -103,7 +103,6 @@ class SettingsParser(OneSentenceParser, TrlParser):
     """TRL's parser: options from the fields of dataclasses, with dashes or underscores; `--config FILE` reads YAML."""
 
     def __init__(self, groups: Sequence[type], further_options: Iterable[str] = (), **kwargs: Any) -> None:
-        """Take the dataclasses whose fields are options; the rest is argparse's."""
         super().__init__(
             dataclass_types=groups, further_options=("--config", *further_options), formatter_class=ReadableHelp,
             usage="%(prog)s [--option VALUE ...]", **kwargs,
@@ -114,12 +113,7 @@ class SettingsParser(OneSentenceParser, TrlParser):
         )  # fmt: skip
 
     def settings(self, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the value of every option, by its name.
-
-        Raises:
-            SystemExit: with code 2 for an option that is unknown, or a value of the wrong kind.
-            BadInputError: the YAML file does not exist, or is no mapping of names and values.
-        """
+        """Return the value of every option, by its name; exit with code 2, or refuse the YAML file, if wrong."""
         of_file = OneSentenceParser(add_help=False)
         of_file.add_argument("--config", action="append", default=[])
         named, arguments = of_file.parse_known_args(arguments)
@@ -142,19 +136,14 @@ class SettingsParser(OneSentenceParser, TrlParser):
         if not isinstance(found, dict):
             raise BadInputError(f"--config {file} has no names with values: write `name: value` lines.")
         if "env" in found:  # TRL would set it, and a module that PYTHONPATH leads to would run
-            raise BadInputError(
-                f"--config {file} has env, and no file of settings sets variables: set them where you start the run."
-            )
+            raise BadInputError(f"--config {file} has env, but sets no variables: set them where you start the run.")
         values = {str(name): value for name, value in found.items()}
         for option in self._actions:
             value = values.get(option.dest)
             if isinstance(option, argparse._AppendAction):
                 values |= {option.dest: [value]} if isinstance(value, str) else {}
             elif not isinstance(value, str | bool | None):
-                raise BadInputError(
-                    f"--config {file}: {option.dest} has a {type(value).__name__} of values, but takes one: write "
-                    "several names with commas between."
-                )
+                raise BadInputError(f"--config {file}: {option.dest} takes one value: write names with commas between.")
             elif option.const is True and isinstance(value, str):  # a switch
                 values[option.dest] = yaml.SafeLoader.bool_values.get(value.lower(), value)
         return values
@@ -174,10 +163,6 @@ def parse_overrides(
     """Return `defaults` with the settings of the command line, or of its YAML file, as `RunConfig.changed_to` does.
 
     `further_options` are those that the caller has read already.
-
-    Raises:
-        SystemExit: with code 2 for an unknown field or a value of the wrong kind (argparse's own sentence).
-        BadInputError: a value is out of range.
     """
     asked = settings_parser(defaults, further_options=further_options).settings(arguments)
     return defaults.changed_to(**{name: value for name, value in asked.items() if value != getattr(defaults, name)})

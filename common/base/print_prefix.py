@@ -1,7 +1,4 @@
-"""`[RANK1:GPU1]` or `[RANK1:CPU]` before every printed line, so that a reader sees which rank speaks.
-
-With several machines their names stand there, too: `[machine2:RANK9:GPU1]`.
-"""
+"""`[RANK1:GPU1]`, `[RANK1:CPU]` or, of several machines, `[machine2:RANK9:GPU1]` before every printed line."""
 
 import builtins
 import io

@@ -30,8 +30,8 @@ LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest who
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
+# the names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints
 SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
-"""The names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints."""
 LARGEST = 2**31 - 1  # what the libraries below count with
 OF_FILES = ("model", "data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
 LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
@@ -68,10 +68,7 @@ class RunConfig(
     ModelSettings,
     HasSpecs,
 ):
-    """One fine-tuning run: every group's settings. A run folder's literal holds only what differs from the defaults.
-
-    A value out of its range, or one that means nothing for the run, or contradicts another, raises BadInputError.
-    """
+    """One fine-tuning run: every group's settings; what cannot be run raises BadInputError."""
 
     def __post_init__(self) -> None:
         self.check_each()
@@ -99,10 +96,7 @@ class RunConfig(
         for name, value in self.to_dict().items():
             found = secret_in(value, secrets) if isinstance(value, str) else None
             if found:
-                raise BadInputError(
-                    f"{name} has {found} in it, and settings are kept in records and notebooks: leave it in the "
-                    "environment, where libraries find it."
-                )
+                raise BadInputError(f"{name} has {found} in it, which records would keep: leave it in the environment.")
 
     @property
     def goal(self) -> Task:
@@ -141,7 +135,7 @@ class RunConfig(
 
     @property
     def is_padding_free(self) -> bool:
-        """Whether training rows lie end to end; `suited_to_model` finds what auto means for a model."""
+        """Whether training rows lie end to end; what auto means for a model, `suited_to_model` finds."""
         return self.padding_free == "yes"
 
     @property
@@ -185,10 +179,7 @@ class RunConfig(
 
     @classmethod
     def of_record(cls, config: dict[str, Any]) -> "RunConfig":
-        """Return the run that a record describes, without settings that meant nothing for it: older runs took them.
-
-        One with a setting that this code does not know raises BadInputError.
-        """
+        """Return the run that a record describes, without settings that meant nothing for it: older runs took them."""
         config = {name: value for name, value in config.items() if name not in GONE}
         unknown = config.keys() - DEFAULTS.keys()
         if unknown:
@@ -205,8 +196,8 @@ class RunConfig(
 
 
 DEFAULTS = {each.name: each.default for each in fields(RunConfig)}
+# settings that older records have: how steps were divided, which what was trained does not show
 GONE = {"max_batch_tokens", "prefetch", "wrap"}
-"""Settings that older records have: how steps were divided, which what was trained does not show."""
 
 
 def _wrong_with(value: object, kind: type, default: object, is_of_a_file: bool) -> str:
@@ -214,10 +205,9 @@ def _wrong_with(value: object, kind: type, default: object, is_of_a_file: bool) 
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
         return f"is {value!r}, but must be of type {kind.__name__}."
     if kind is not str:
-        beyond = (
-            f"is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass a number such as {default}."
-        )
-        return "" if abs(value) <= LARGEST else beyond  # nan is beyond, too
+        if abs(value) <= LARGEST:  # which nan is not
+            return ""
+        return f"is {begin_of(value, 40)}, but must be finite and at most {LARGEST:,}: pass one such as {default}."
     if "\0" in value:
         return "has a zero byte in it: remove it."
     parts = [] if "://" in value or not is_of_a_file else value.split("/")
@@ -259,29 +249,25 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
     yield from (
         # devices
         (sharing.is_single and devices != 1,
-         f"devices is {devices}, but parallel is single: pass --devices 1, or --parallel ddp where the folder takes it "
-         "(2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full)."),
+         f"devices is {devices}, but parallel is single: pass --devices 1, or --parallel ddp in 2.2, 2.3 or 2.6."),
         (on_one_cpu and devices != 1,
-         f"devices is {devices}, but on CPU model parallel has one device: pass --devices 1, and --stages {devices} to "
-         "divide the layers as for so many."),
+         f"devices is {devices}, but on CPU mp has one: pass --devices 1, and --stages {devices} to divide layers."),
         (run.stages not in (0, devices) and not on_one_cpu,
          f"stages is {run.stages}, but there is one for each of {devices} devices: leave --stages out."),
         (sharing.splits_layers and run.stage_count < 2,
          f"parallel is {run.parallel}, but there is one stage: pass --{'stages' if on_one_cpu else 'devices'} 2 or "
          "more."),
         (sharing.divides_tensors and devices < 2,
-         f"parallel is {run.parallel}, but there is {devices} device, and nothing to divide: pass --devices 2 or more, "
-         "or go to 2.4 (full fine-tuning on one device)."),
+         f"parallel is {run.parallel}, but there is {devices} device, and nothing to divide: pass --devices 2 or more"),
         (devices % run.nodes,
-         f"devices is {devices}, over all machines, and cannot be spread evenly over {run.nodes} nodes: pass --devices "
+         f"devices is {devices}, but cannot be spread evenly over {run.nodes} nodes: pass --devices "
          f"{-(-devices // run.nodes) * run.nodes}."),
         (run.unshardable(), run.unshardable()),
         (0 < run.partitions < run.data_parallel_ranks,
          f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass one for each, or 0."),
         # micro-batches
         (sharing.pipelines and run.schedule == "1f1b" and parts < devices,
-         f"micro_batches is {parts}, but 1F1B needs one for each of {devices} stages: pass --micro_batches {devices}, "
-         "or --schedule gpipe."),
+         f"micro_batches is {parts}, but 1F1B needs one for each of {devices} stages: pass more, or --schedule gpipe."),
         (rows % parts,
          f"per_device_train_batch_size is {rows}, which {parts} micro-batches do not divide: pass "
          f"--per_device_train_batch_size {rows - rows % parts or parts}, or --micro_batches with a divisor."),
@@ -301,8 +287,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.loop != "trainer" and not is_fp32_or_bf16_mixed,
          f"loop is {run.loop}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed."),
         (run.precision == "fp16-mixed" and run.method.has_plain_adapters and not run.freeze_vision_tower,
-         "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16, and losses "
-         "are scaled for fp32 weights alone: pass --precision bf16-mixed or fp32."),
+         "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16: pass fp32."),
         # what is trained, and how
         (run.technique not in goal.techniques or run.parallel not in goal.parallelisms,
          f"task is {run.task}, but technique is {run.technique} and parallel {run.parallel}: it is done with "
@@ -315,19 +300,17 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.gradient_checkpointing and sharing.splits_matrices,
          f"gradient_checkpointing is True, which {run.parallel} is not tested with: pass it as false."),
         (run.torch_compile and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
-         f"torch_compile is True, but parallel is {run.parallel}, and compiled layers are tested with single, ddp and "
-         "fsdp alone: pass it as false."),
+         f"torch_compile is True, which {run.parallel} is not tested with: pass it as false."),
         (run.torch_compile and run.loop != "trainer",
          f"torch_compile is True, but loop is {run.loop}: pass it as false."),
         (run.method.has_adapters and run.target_modules == "all",
          "target_modules is all, but adapters stand beside linear layers: pass all-linear."),
         (run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
-         f"target_modules is {run.target_modules}, but use_liger_kernel is True, and Liger's loss reads the head's own "
-         "weights without its adapter: leave lm_head or --use_liger_kernel out."),
+         f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave it out."),
         # rows and attention
         (longest % multiple,
-         f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it, and the longest rows would be "
-         f"padded beyond it: pass --{limit} {-(-longest // multiple) * multiple}."),
+         f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it: pass --{limit} "
+         f"{-(-longest // multiple) * multiple}."),
         (multiple > 1 and run.is_padding_free,
          f"pad_to_multiple_of is {multiple}, but padding_free is yes: leave one of the two out."),
         (run.is_padding_free and run.attention == "eager",
@@ -335,8 +318,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (uses_flash and run.device == "cpu",
          f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
         (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),
-         f"attention is {run.attention}, but precision is {run.precision}, whose weights are fp32, and the base "
-         "answers without autocast: pass --precision bf16, or --attention sdpa."),
+         f"attention is {run.attention}, but precision is {run.precision}, with fp32 weights: pass --precision bf16."),
         # names
         (run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
          f"run_name {begin_of(run.run_name)!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."),

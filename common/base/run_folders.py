@@ -64,8 +64,7 @@ def _literal_file_of(run_folder: Path) -> Path:
     found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
     if len(found) != 1:
         raise BadInputError(
-            f"{len(found)} files my_*.py of {run_folder.name} have a literal `RUN = RunConfig(...)` at their top: "
-            "write one."
+            f"{len(found)} files my_*.py of {run_folder.name} have a `RUN = RunConfig(...)`: write one."
         )
     return found[0]
 
@@ -102,12 +101,9 @@ def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
 
 
 def workflow_does(own: RunConfig, technique: str, parallel: str) -> bool:
-    """Return whether the workflow of the folder whose own run is `own` trains so.
-
-    Others would do their own all the same. A task's own folder does all that the task is done with.
-    """
+    """Return whether the workflow of `own`'s folder trains so: others would do their own all the same."""
     folder = own.run_folder.partition("/")[0]
     taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
     taken.append(((own.technique,), (own.parallel,)))
     is_taken = any(technique in techniques and parallel in parallels for techniques, parallels in taken)
-    return bool(own.goal.folder_for_one) or is_taken
+    return bool(own.goal.folder_for_one) or is_taken  # a task's own folder does all that the task is done with

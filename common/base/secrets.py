@@ -55,10 +55,7 @@ def secrets_here() -> dict[str, str]:
 
 
 def without_secrets(data: Any) -> Any:
-    """Return a text with `***` for each secret of the environment and of URLs; or data for JSON, with all their texts.
-
-    They are hidden before data become JSON, which writes quotes and backslashes otherwise.
-    """
+    """Return a text, or data for JSON, with `***` for each secret of the environment and of URLs."""
     forms = {form for value in secrets_here().values() for form in _forms_of(value)}
     return _without(data, sorted(forms, key=len, reverse=True))
 

@@ -1,8 +1,4 @@
-"""The settings of a run, in groups: each field with its meaning, unit and default, its range, and the runs it is for.
-
-Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig`, or TRL's `SFTConfig` or
-`ModelConfig` means have its name.
-"""
+"""The settings of a run, in groups; what Transformers, PEFT or TRL have too is called as they call it."""
 
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
@@ -27,15 +23,13 @@ class OnlyFor:
     applies: Callable[[Any], bool]  # to a `RunConfig`, which is made of these settings and cannot be imported here
 
 
+# rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster
 MOST_EVALUATED_AT_ONCE = 32
-"""Rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster."""
 AT_LEAST_0 = Range(lambda value: value >= 0, ", but must be at least 0: pass --{name} 1.")
 AT_LEAST_1 = Range(lambda value: value >= 1, ", but must be at least 1: pass --{name} 1.")
 AT_LEAST_2 = Range(lambda value: value >= 2, ", but must be at least 2: pass --{name} 2.")
 ABOVE_0 = Range(lambda value: value > 0, ", but must be above 0, such as {default}.")
-STEPS_OR_SHARE = Range(
-    lambda value: value < 1 or value % 1 == 0, ": pass a whole number of steps, or below 1 a share of all."
-)
+STEPS_OR_SHARE = Range(lambda value: value < 1 or value % 1 == 0, ": pass a whole number of steps, or a share below 1.")
 FRACTION = Range(lambda value: 0 <= value < 1, ", but is a fraction: pass a number from 0 up to, not with, 1.")
 AT_LEAST_1_OR_ALL = Range(lambda value: value == -1 or value >= 1, ": pass a number of at least 1, or -1 for all.")
 HELD = Range(lambda value: value <= 2**16, ", but no run has more than 65,536 at once: pass fewer, such as {default}.")
@@ -47,6 +41,11 @@ SECONDS = Range(
 
 ADAPTERS = OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters)
 MP_AND_PP = OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers)
+QLORA = OnlyFor("qlora (2.3)", lambda run: run.method.quantizes)
+ON_CPU = OnlyFor("the CPU", lambda run: run.device == "cpu")
+SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
+MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
+CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
@@ -61,15 +60,7 @@ _LIMITS_OF: dict[Field, tuple[Range | OnlyFor, ...]] = {}  # not in the fields' 
 def setting(
     default: object, doc: str, *limits: Range | OnlyFor, aliases: tuple[str, ...] = (), **for_argparse: object
 ) -> object:
-    """Return a field of a run's settings.
-
-    Args:
-        default: Its value where none is passed.
-        doc: Its meaning, for --help.
-        limits: The ranges of its values, and the runs that it means something for: all of them hold.
-        aliases: More options of the command line.
-        for_argparse: What argparse takes of an option.
-    """
+    """Return a field of a run's settings; `doc` is its help, `limits` all hold, `aliases` are more of its options."""
     if default is False:
         for_argparse["metavar"] = "true|false"
     made = field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
@@ -91,9 +82,7 @@ class ModelSettings:
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
     )
     quantization: Literal["nf4", "nf4-double"] = setting(
-        "nf4",
-        "With qlora: format of the frozen weights; nf4-double = their scales are quantized, too.",
-        OnlyFor("qlora (2.3)", lambda run: run.method.quantizes),
+        "nf4", "With qlora: format of the frozen weights; nf4-double = their scales are quantized, too.", QLORA
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
         "sdpa", "Attention implementation; flash and flash3 (Hopper): the package flash-attn, with 16-bit weights."
@@ -128,16 +117,10 @@ class DataSettings:
         0.0, "With visual_questions: standard deviation of noise on pictures (1 = full brightness).", FRACTION, PICTURES
     )
     text_column: str = setting("text", "With classification and summarization: the column with the texts.", TEXTS)
-    label_column: str = setting(
-        "label",
-        "With classification: the column with the labels.",
-        OnlyFor("classification (3.1)", lambda run: run.goal.classifies),
-    )
+    label_column: str = setting("label", "With classification: the column with the labels.", CLASSIFICATION)
     summary_column: str = setting("summary", "With summarization: the column with the summaries.", SUMMARIZATION)
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
-        "assistant",
-        "With messages: learn every answer, the last one, what comes before it, or every token.",
-        ONE_ANSWER,
+        "assistant", "With messages: learn every answer, the last one, what is before it, or every token.", ONE_ANSWER
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
@@ -145,10 +128,7 @@ class DataSettings:
     )
     max_target_length: int = setting(128, "With summarization: longest summary, in tokens.", AT_LEAST_2, SUMMARIZATION)
     max_truncated_fraction: float = setting(
-        0.0,
-        "With messages: fraction of rows that may be left out, as their answer lies beyond max_length.",
-        FRACTION,
-        OnlyFor("rows of messages", lambda run: run.goal.converses),
+        0.0, "With messages: fraction of rows that may lack an answer within max_length.", FRACTION, MESSAGES
     )
     long_texts: Literal["cut", "refuse"] = setting(
         "cut", "What happens to rows beyond max_length and summaries beyond max_target_length; those cut are counted."
@@ -168,9 +148,7 @@ class DataSettings:
     dataloader_num_workers: int = setting(
         0, "Processes that read rows ahead, above all pictures; 0 = each batch is read when its step begins.", *HELD_0
     )
-    partitions: int = setting(
-        0, "With summarization: parts of the rows that ranks draw from; 0 = one per rank.", *HELD_0, SUMMARIZATION
-    )
+    partitions: int = setting(0, "Parts of the rows that ranks draw from; 0 = one each.", *HELD_0, SUMMARIZATION)
 
 
 @dataclass(frozen=True)
@@ -179,18 +157,10 @@ class TrainingSettings:
 
     _argument_group_name = "training"
     technique: str = setting(
-        "lora",
-        "Adapters (lora), adapters of a base in 4 bits (qlora), or the model's weights (full).",
-        choices=TECHNIQUES,
+        "lora", "Adapters (lora), those of a base in 4 bits (qlora), or the model's weights (full).", choices=TECHNIQUES
     )
-    task: str = setting(
-        "chat",
-        "What is learnt: to answer, labels, summaries, answers about pictures, or the better of two.",
-        choices=TASKS,
-    )
-    beta: float = setting(
-        0.1, "With preferences: DPO's beta; the lower, the further the model may move.", ABOVE_0, PREFERENCES
-    )
+    task: str = setting("chat", "What is learnt: answers, labels, summaries, or the better of two.", choices=TASKS)
+    beta: float = setting(0.1, "With preferences: DPO's beta; lower = the model moves further.", ABOVE_0, PREFERENCES)
     exchange_answers: bool = setting(False, "With preferences: learn the rejected answers, as a control.", PREFERENCES)
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer", "With summarization: the Trainer, or a loop on Accelerate or torch.distributed.", SUMMARIZATION
@@ -221,9 +191,7 @@ class TrainingSettings:
     optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", aliases=("--optimizer",))
     weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", AT_LEAST_0)
     max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm of all gradients; 0 = off.", AT_LEAST_0)
-    gradient_checkpointing: bool = setting(
-        False, "Compute activations again in the backward pass instead of keeping them."
-    )
+    gradient_checkpointing: bool = setting(False, "Compute activations again in the backward pass: less memory.")
     use_reentrant: bool = setting(
         False,
         "With gradient_checkpointing: PyTorch's reentrant implementation instead of the newer one.",
@@ -242,13 +210,9 @@ class AdapterSettings:
     target_modules: str = setting(
         "all-linear", "Linear layers to adapt or train, with commas; all-linear (but the head), or all (full)."
     )
-    freeze_vision_tower: bool = setting(
-        True, "With visual_questions: false = the vision tower is trained in full, too.", PICTURES
-    )
+    freeze_vision_tower: bool = setting(True, "With visual_questions: false = the tower is trained, too.", PICTURES)
     lora_r: int = setting(8, "Rank of the adapters.", *HELD_1, ADAPTERS, aliases=("--lora_rank", "--lora-rank"))
-    lora_alpha: int = setting(
-        64, "Adapters are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).", AT_LEAST_1, ADAPTERS
-    )
+    lora_alpha: int = setting(64, "Adapters are multiplied by lora_alpha / sqrt(lora_r).", AT_LEAST_1, ADAPTERS)
     lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", FRACTION, ADAPTERS)
 
 
@@ -264,20 +228,10 @@ class ParallelismSettings:
         choices=PARALLELISMS,
     )
     device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
-    threads: int = setting(
-        1,
-        "On CPU: threads of each device; runs with more than 1 are not compared with others.",
-        *HELD_1,
-        OnlyFor("the CPU", lambda run: run.device == "cpu"),
-    )
+    threads: int = setting(1, "On CPU: threads of each device; only runs with 1 are compared.", *HELD_1, ON_CPU)
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
     devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", *HELD_1)
-    nodes: int = setting(
-        1,
-        "Machines that the devices are spread over evenly, each with a torchrun of its own.",
-        *HELD_1,
-        OnlyFor("several ranks", lambda run: run.world_size > 1),
-    )
+    nodes: int = setting(1, "Machines that share the devices, each with its torchrun.", *HELD_1, SEVERAL_RANKS)
     stages: int = setting(0, "With mp: parts that the layers are divided into; 0 = one per device.", *HELD_0, MP_AND_PP)
     device_map: str = setting(
         "balanced", "With mp and pp: balanced (lowest peak), even, auto (Accelerate's, mp), or a JSON file.", MP_AND_PP
@@ -307,9 +261,7 @@ class ParallelismSettings:
         OnlyFor("several machines (nodes)", lambda run: run.nodes > 1),
     )
     start_timeout_s: float = setting(300.0, "Seconds that ranks wait for each other at their start.", SECONDS)
-    step_timeout_s: float = setting(
-        600.0, "Seconds that a step may take; ten times as many for validation and checkpoints.", SECONDS
-    )
+    step_timeout_s: float = setting(600.0, "Seconds of a step; ten times as many of a validation or save.", SECONDS)
 
 
 @dataclass(frozen=True)
@@ -317,14 +269,9 @@ class EvaluationSettings:
     """How often the model is validated and saved, and how it is judged."""
 
     _argument_group_name = "evaluation"
-    eval_steps: float = setting(
-        0.05, "Steps (below 1: share of all) after which the model is validated.", ABOVE_0, STEPS_OR_SHARE
-    )
+    eval_steps: float = setting(0.05, "Steps (below 1: share) between validations.", ABOVE_0, STEPS_OR_SHARE)
     save_steps: float = setting(
-        0.0,
-        "Steps (below 1: share of all) after which a full state is saved; 0 = by max_lost_minutes.",
-        AT_LEAST_0,
-        STEPS_OR_SHARE,
+        0.0, "Steps (below 1: share of all) between full states; 0 = by max_lost_minutes.", AT_LEAST_0, STEPS_OR_SHARE
     )
     max_lost_minutes: float = setting(
         15.0,
@@ -332,9 +279,7 @@ class EvaluationSettings:
         ABOVE_0,
         OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
-    early_stopping_patience: int = setting(
-        0, "Validations in a row that are no better end training; 0 = never.", AT_LEAST_0
-    )
+    early_stopping_patience: int = setting(0, "Validations without gain that end training; 0 = never.", AT_LEAST_0)
     per_device_eval_batch_size: int = setting(
         0, f"Rows that a rank validates or answers at once; 0 = by the plan, at most {MOST_EVALUATED_AT_ONCE}.", *HELD_0
     )
@@ -376,5 +321,5 @@ GROUPS = (
     TrackingSettings,
 )  # fmt: skip
 
+# by setting: the ranges of its values, and the runs that it means something for
 LIMITS = {each.name: _LIMITS_OF[each] for group in GROUPS for each in fields(group)}
-"""By setting: the ranges of its values, and the runs that it means something for."""

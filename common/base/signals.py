@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+# what tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
-"""What tells a process to end: a scheduler or launcher, a terminal or connection that is closed, a limit of time."""
 _asked: list[int] = []  # the SIGUSR1 that came
 
 
@@ -24,11 +24,8 @@ def is_asked_to_save() -> bool:
 
 
 def on_end_signal(do: Callable[..., object] | int | None) -> dict[signal.Signals, Any]:
-    """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can.
-
-    A signal that is ignored stays so: nohup has SIGHUP ignored.
-    """
-    heard = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    """Have `do` done at a signal to end; return by signal what was done before. Only a main thread can."""
+    heard = [number for number in END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # by nohup
     return {number: signal.signal(number, do) for number in heard}
 
 

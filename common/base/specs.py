@@ -1,16 +1,10 @@
-"""The table of techniques, parallelisms and tasks: what each is called, shards, splits, trains, reads and refuses.
-
-Everything else asks a spec what it does, instead of comparing names. A new entry is registered by putting it into its
-dictionary.
-"""
+"""The table of techniques, parallelisms and tasks: everything else asks a row what it does, and compares no names."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Held = Literal["weights", "gradients", "optimizer"]
-"""What a rank keeps between two passes."""
-FSDP, DEEPSPEED = "FSDP", "DeepSpeed's ZeRO"
-"""The libraries that shard."""
+Held = Literal["weights", "gradients", "optimizer"]  # what a rank keeps between two passes
+FSDP, DEEPSPEED = "FSDP", "DeepSpeed's ZeRO"  # the libraries that shard
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,8 @@ class Parallelism:
     takes_4_bits: bool = True  # a base in 4 bits can be trained with it
     suggested_for: tuple[str, ...] = ("full", "lora", "qlora")  # techniques that the planner ranks it for, unasked
     resumes_on_other_ranks: bool = False  # a checkpoint can be resumed on another number of ranks
+    # what a rank holds of the model, as `module:class`. Where that is less than all, the default is planned alone
     part: str = "common.training.part:Part"
-    """What a rank holds of the model, as `module:class`. Where that is less than all, the default is planned alone."""
 
     @property
     def is_single(self) -> bool:
@@ -176,16 +170,17 @@ def _by_name(*entries: Any) -> dict[str, Any]:
     return {each.name: each for each in entries}
 
 
+# in the order of their quality: best, good, OK
 TECHNIQUES: dict[str, Technique] = _by_name(
     Technique("full", "full", "full fine-tuning", "2.4_full_finetuning"),
     Technique("lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True),
     Technique("qlora", "QLoRA", "QLoRA", "2.3_qlora_finetuning", has_adapters=True, quantizes=True),
 )
-"""In the order of their quality: best, good, OK."""
 
 _EVERYTHING: frozenset[Held] = frozenset({"weights", "gradients", "optimizer"})
 _SHARDED = "weights, gradients and optimizer states are divided by {devices}, and gathered layer by layer"
 _ZERO = {"splits_rows": True, "sharded_by": DEEPSPEED, "takes_4_bits": False, "part": "common.training.zero:ZeroPart"}
+# from the one that needs least care to the one that needs most; ZeRO needs DeepSpeed besides PyTorch
 PARALLELISMS: dict[str, Parallelism] = _by_name(
     Parallelism("single", "one device", "one GPU holds it all", in_one_process=True, resumes_on_other_ranks=True),
     Parallelism(
@@ -239,7 +234,6 @@ PARALLELISMS: dict[str, Parallelism] = _by_name(
         in_one_process=True,
     ),
 )  # fmt: skip
-"""From the one that needs least care to the one that needs most; ZeRO needs DeepSpeed besides PyTorch."""
 
 TASKS: dict[str, Task] = _by_name(
     Task(

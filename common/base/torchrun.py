@@ -14,8 +14,8 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by 
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")  # besides
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
+# alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
-"""Alone these make no process a rank: a cluster's scripts set them before any is started, and a run leaves them."""
 # how many processes MPI has started, which Accelerate takes for ranks
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 KEPT_S = 24 * 60 * 60  # how long what a killed process has left where ranks meet stays at least
@@ -61,9 +61,7 @@ def folder_of_user() -> Path:
         folder.mkdir(mode=0o700)
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise RunStoppedError(
-            f"{folder}, where ranks meet, can be written by others: remove it, or let TMPDIR name a folder of your own."
-        )
+        raise RunStoppedError(f"{folder}, where ranks meet, can be written by others: remove it, or set TMPDIR.")
     return folder
 
 
@@ -114,6 +112,5 @@ def _check_alone(environment: Mapping[str, str]) -> None:
         if environment.get(name, value) != value:
             raise BadInputError(
                 f"{name} is {begin_of(environment[name], 40)!r}: mpirun or srun has started several processes. Start "
-                "one on each machine, and by it torchrun (docs/several_machines.md); or, if this process is alone, "
-                f"`unset {name}`."
+                f"one torchrun on each machine (docs/several_machines.md), or `unset {name}` if this process is alone."
             )

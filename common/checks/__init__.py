@@ -1,1 +1,1 @@
-"""What is checked before a run: its inputs and disk, the planner's command, dry run, preflight, the check of GPUs."""
+"""What is checked before a run: its inputs and disk, the planner's command, dry run and preflight."""

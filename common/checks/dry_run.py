@@ -5,8 +5,7 @@
 
 A fake tensor has a shape, a dtype and a storage of the right size, but no bytes: every operation of the step runs,
 and computes nothing. A mode counts the storages that are alive. Two small depths are run; as every further layer adds
-the same, they are extrapolated to all layers, segment by segment. Of a model that is divided among devices each
-device's share is run alone: with pp by the real schedule, which sends nothing.
+the same, they are extrapolated to all layers. Of a divided model each device's share is run alone.
 
 Of a run on a GPU it does as a GPU does where that has other operations: dropout's masks, layer norms and softmax under
 autocast, unfused optimizers, TRL's head. It cannot see the CUDA context, gaps between allocated blocks, and what is
@@ -44,7 +43,7 @@ STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decode
 
 @dataclass(frozen=True)
 class DryRun:
-    """The memory of a step on one device, in bytes; `timeline` is extrapolated to all layers."""
+    """The memory of a step on one device, in bytes, extrapolated to all layers."""
 
     timeline: Timeline
 
@@ -86,9 +85,6 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
 
     Of a run whose layers are divided there is one for each device; else one stands for all. With `as_on_gpu` operations
     are those that a GPU chooses, else those of a CPU.
-
-    Raises:
-        BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
     """
     check_can_be_faked(run)
     batch = batch.padded_to(run.pad_to_multiple_of)

@@ -27,17 +27,12 @@ SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dr
 
 @dataclass(frozen=True)
 class Tried:
-    """A way to train, and what its dry runs showed of one device.
-
-    Attributes:
-        memory: At the peak, with what a GPU needs besides; its spread is what published peaks had on top.
-        max_batch_size: Rows per device that fit: memory grows by as much for each.
-    """
+    """A way to train, and what its dry runs showed of one device."""
 
     run: RunConfig
-    memory: DeviceMemory
+    memory: DeviceMemory  # at the peak, with what a GPU needs besides; its spread: what published peaks had on top
     verdict: str
-    max_batch_size: int
+    max_batch_size: int  # rows per device that fit: memory grows by as much for each
 
     @property
     def name(self) -> str:

@@ -46,10 +46,7 @@ HEAD_AND_LOSS = "head and loss"
 def fake_step(
     run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on_gpu: bool, share: Share = WHOLE, number: int = 0
 ) -> Timeline:
-    """Return the timeline of an optimizer step on fake tensors, with optimizer states from its start.
-
-    It is that of device `number`, which holds all layers of `config` and the ends that `share` has.
-    """
+    """Return the timeline of device `number`'s step on fake tensors: all `config`'s layers, and the ends of `share`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model = build_model(run, config)
@@ -97,8 +94,8 @@ def _base_of(model: Model) -> PreTrainedModel:
 def every_tile_counts(model: Model, batch: BatchShape) -> Iterator[None]:
     """Let a fake batch's pictures through a vision tower.
 
-    Models of Idefics3's kind leave out tiles and patches that are padding, and compare the numbers of image tokens and
-    of tiles, none of which fake tensors tell. Of whole tiles, as those of `batch`, nothing is left out or masked.
+    Models of Idefics3's kind look for padded tiles and patches, and count image tokens, which fake tensors do not tell.
+    Of whole tiles, as those of `batch`, nothing is left out or masked.
     """
     if not batch.tiles:
         yield
@@ -193,10 +190,9 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
 def tracked_step(
     run: RunConfig, model: Model, inputs: dict[str, Any], as_on_gpu: bool, share: Share = WHOLE, number: int = 0
 ) -> Timeline:
-    """Take an optimizer step on a CPU as training does; return its timeline.
+    """Take an optimizer step on a CPU as training does, with optimizer states from its start; return its timeline.
 
-    Optimizer states are there before it, from an update without passes. `model` is what `share` says, for device
-    `number`; a stage of a pipeline sends and receives nothing.
+    `model` is what `share` says, for device `number`; a stage of a pipeline sends and receives nothing.
     """
     tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]

@@ -43,9 +43,6 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
     """Return the run that a folder's workflow would take with these arguments, without importing it.
 
     `folder` is named from here or from the repository's root, `further_options` are those that the caller has read.
-
-    Raises:
-        BadInputError: it is no run folder, or a value is out of range.
     """
     own = literal_of(folder)
     if not lora_of(folder):

@@ -23,11 +23,7 @@ from common.training.loop import TrainingLoop
 
 
 def workflow_of(run: RunConfig) -> ModuleType:
-    """Return the workflow that trains a run: of its folder, or of the first that trains so where it has none.
-
-    Raises:
-        BadInputError: no folder trains so, or no workflow of the folder has the run's loop.
-    """
+    """Return the workflow that trains a run: of its folder, or of the first that trains so where it has none."""
     folder = REPOSITORY / run.run_folder if run.run_folder else folder_for(run)
     for workflow in map(import_workflow, workflows_of(folder)):
         if workflow.RUN.loop == run.loop:

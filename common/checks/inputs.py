@@ -65,13 +65,9 @@ PICTURED_ROWS = 128  # rows whose pictures are looked at: those with the longest
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
-    """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
+    """Refuse settings, rows, model, disk or memory that a run cannot have, before anything is written or started.
 
-    Returns:
-        The run as `check_settings` does, with the rows that its plan chose to validate and answer at once.
-
-    Raises:
-        BadInputError: what is unknown, missing or malformed, or cannot fit.
+    Return the run as `check_settings` does, with the rows that its plan chose to validate and answer at once.
     """
     run = check_settings(run)
     splits, tokenizer = load_splits(run), load_tokenizer(run)
@@ -86,14 +82,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
 
 
 def check_settings(run: RunConfig) -> RunConfig:
-    """Check the run's settings, its tokenizer, and that its model can be divided as they say; no row is read.
-
-    Returns:
-        The run, with defaults changed that cannot work with its model (`suited_to_model`).
-
-    Raises:
-        BadInputError: what is unknown, missing or malformed.
-    """
+    """Refuse settings that cannot be, or not with this model; return the run as `suited_to_model` does."""
     first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
              check_compiler, check_trackers, check_optimizer)  # fmt: skip
     for check in first:
@@ -154,23 +143,19 @@ def check_optimizer(run: RunConfig) -> None:
 
 
 def check_schedule(run: RunConfig, steps: int) -> None:
-    """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule.
-
-    It is tried where its formula changes: at its ends and those of its warm-up.
-    """
+    """Raise BadInputError unless a run of so many steps can follow its learning-rate schedule."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=run.peak_learning_rate)
     what = f"lr_scheduler_type is {run.lr_scheduler_type}, which"
     with reading(what, OTHER_SCHEDULES, "followed"):
         schedule = make_schedule(optimizer, run, steps)
         if isinstance(schedule, LambdaLR):
             warmup = training_arguments(run).get_warmup_steps(steps)
+            # where its formula changes
             places = {place for end in (0, warmup, steps) for place in (end - 1, end, end + 1) if 0 <= place <= steps}
             for factor in schedule.lr_lambdas:
                 list(map(factor, places))
             return
-    raise BadInputError(
-        f"{what} follows validations, but learning rates here follow the steps alone. {OTHER_SCHEDULES}"
-    )
+    raise BadInputError(f"{what} follows validations, but learning rates here follow steps alone. {OTHER_SCHEDULES}")
 
 
 def check_weights(run: RunConfig) -> None:
@@ -193,8 +178,7 @@ def _check_parallelism(run: RunConfig) -> None:
         run.parallelism
     ).part:
         raise BadInputError(
-            f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
-            "names no part of its own; pass another --parallel."
+            f"parallel is {run.parallel}, which can be planned, but not trained with: its row names no part of its own."
         )
     part_class(run).check(run)
 
@@ -306,8 +290,7 @@ def check_room_to_save(run: RunConfig) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise BadInputError(
-            f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "
-            "TMPDIR to a folder on another disk."
+            f"A preflight saves {size_text(size)}, but {size_text(free)} are free in {folder}: set TMPDIR elsewhere."
         )
 
 
@@ -330,8 +313,7 @@ def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTok
 def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return tokens of texts that the model has no embedding for, as Gemma 3 of 1B for its larger siblings' pictures.
 
-    Raises:
-        BadInputError: one is written in any case, or the tokenizer is another model's.
+    Refuse one that is written whatever the texts, and the tokenizer of another model.
     """
     count = any_shape_config(run.model, run.model_revision).get_text_config().vocab_size
     added, roles = tokenizer.added_tokens_decoder, {getattr(tokenizer, role): role for role in USED}
@@ -345,8 +327,7 @@ def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase)
         if role:
             raise BadInputError(
                 f"The tokenizer of {run.model} has the token {token!r} as number {number} ({role}), but the model has "
-                f"embeddings for {count:,} tokens: take the tokenizer that it was published with, or add embeddings "
-                "(`resize_token_embeddings`, then `save_pretrained`)."
+                f"embeddings for {count:,}: take its own tokenizer, or add embeddings (`resize_token_embeddings`)."
             )
     return list(beyond)
 

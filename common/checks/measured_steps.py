@@ -66,14 +66,11 @@ class StepClock(TrainerCallback):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
-
-    `peak_gib` is that of the training steps; `logit_difference` as `save_and_reload` returns it.
-    """
+    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated."""
 
     rank: int
     device: str
-    peak_gib: float
+    peak_gib: float  # of the training steps
     validation_peak_gib: float
     merging_peak_gib: float
     answers_peak_gib: float
@@ -86,7 +83,7 @@ class Measured:
 
 @dataclass
 class Taken:
-    """What a phase took: seconds, and the peak of each of the rank's devices, in GiB."""
+    """What a phase took, once it has ended: seconds, and the peak of each of the rank's devices, in GiB."""
 
     time_s: float = 0.0
     peaks_gib: Sequence[float] = ()
@@ -94,10 +91,7 @@ class Taken:
 
 @contextmanager
 def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
-    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out.
-
-    What it yields is complete once it has ended.
-    """
+    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out."""
     start_s, taken = time.perf_counter(), Taken()
     for device in rank.devices:
         forget_peak(device)
@@ -140,12 +134,7 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
 
 
 def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder: Path) -> list[Measured]:
-    """Build, train, validate, save, reload and answer on this rank's devices; `folder` takes what all ranks save.
-
-    Raises:
-        SystemExit: memory ran out; the sentence has been said.
-        RuntimeError: what was saved is not what was trained.
-    """
+    """Build, train, validate, save, reload and answer on this rank's devices; `folder` takes what all ranks save."""
     elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
     smaller, training = smaller_batch(run, len(rows.train), placement.plan), Taken()
     with ExitStack() as begun:  # the folder's function builds and trains: the clock hears where the one ends
@@ -183,10 +172,9 @@ def measure(run: RunConfig, rows: Rows, placement: Placement, rank: Rank, folder
 
 
 def save_and_reload(loop: TrainingLoop, placement: Placement, folder: Path) -> float:
-    """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
+    """Save what is trained, free it, and load it again; return the largest absolute difference of logits.
 
-    It is known on the first rank that knows the trained model's logits, or on all that share one; others return 0. The
-    trained model is freed, so that a device holds one model at a time.
+    It is known on the first rank that knows the trained model's logits, or on all that share one; others return 0.
     """
     run, rank = loop.run, loop.rank
     batch, expected, compares = save_and_free(loop, folder)

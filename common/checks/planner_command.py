@@ -237,11 +237,7 @@ def _price(gpu: Gpu, given: float | None) -> str:
 
 def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
     """Return the run that a dry run takes in the place of the closed form."""
-    has_adapters, devices, target_length = (
-        TECHNIQUES[technique].has_adapters,
-        len(cluster.gpus),
-        job.batch.target_length,
-    )
+    has_adapters, devices, summaries = TECHNIQUES[technique].has_adapters, len(cluster.gpus), job.batch.target_length
     adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
     return RunConfig(
         technique=technique,
@@ -259,5 +255,5 @@ def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str)
         target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
         max_length=job.batch.length,
         **adapters,
-        **({"max_target_length": target_length} if target_length else {}),
+        **({"max_target_length": summaries} if summaries else {}),
     )

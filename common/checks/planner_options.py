@@ -46,9 +46,7 @@ class PlannerOptions:
 
     model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
     model_revision: str = shared("model_revision", "")
-    task: str | None = shared(
-        "task", None, "Without it: by --classes, --target-len and --tiles; preferences has pairs."
-    )
+    task: str | None = shared("task", None, "Without it: by --classes, --target-len and --tiles, or chat.")
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
     gpu: str | None = setting(None, "Once for all, or for each in order; else this machine's GPUs.", action="append")
@@ -62,24 +60,16 @@ class PlannerOptions:
     max_target_length: int | None = setting(
         None, "Tokens per summary (a row's).", aliases=("--target-len", "--target_len")
     )
-    tiles: int | None = setting(
-        None, "Squares that a picture is cut into (as many as the processor makes of a square)."
-    )
+    tiles: int | None = setting(None, "Squares that a picture is cut into (as the processor cuts a square).")
     freeze_vision_tower: bool = shared("freeze_vision_tower", True)
     classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
     lora_r: int = shared("lora_r", 8)
-    target_modules: str | None = shared(
-        "target_modules", None, "Layers to adapt or train, such as q_proj,v_proj (all)."
-    )
+    target_modules: str | None = shared("target_modules", None, "Layers to train, such as q_proj,v_proj (all).")
     lora_dropout: float = shared("lora_dropout", 0.0)
-    precision: Precision | None = shared(
-        "precision", None, "Without it: the technique's usual one, as the GPUs have it."
-    )
+    precision: Precision | None = shared("precision", None, "Without it: the usual one, as the GPUs have it.")
     quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
     optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
-    attention: Literal["eager", "sdpa", "flash"] = shared(
-        "attention", "sdpa", "Kernel of attention; flash = flash-attn."
-    )
+    attention: Literal["eager", "sdpa", "flash"] = shared("attention", "sdpa", "Kernel; flash = flash-attn.")
     use_liger_kernel: bool = shared("use_liger_kernel", False, "Plan with Liger's fused kernels.")
     torch_compile: bool = shared("torch_compile", False, "Plan with layers compiled by torch.compile.")
     gradient_checkpointing: bool | None = shared(
@@ -136,9 +126,7 @@ def cluster_of(options: PlannerOptions) -> Cluster:
     chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
     count = options.gpus or len(chosen)
     if len(chosen) not in (1, count):
-        raise BadInputError(
-            f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each of them in order."
-        )
+        raise BadInputError(f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each in order.")
     chosen = chosen * count if len(chosen) == 1 else chosen
     per_node = count // options.nodes
     if options.link == "nvlink" and chosen[0].nvlink_bridge and per_node > 2:
@@ -150,9 +138,7 @@ def cluster_of(options: PlannerOptions) -> Cluster:
 def _one_gpu(name: str, options: PlannerOptions) -> Gpu:
     if options.gpu_memory_gib:
         if options.gpu_tflops is None:
-            raise BadInputError(
-                f"--gpu-memory-gib describes {name}, so pass its --gpu-tflops, too (dense, of its data sheet)."
-            )
+            raise BadInputError(f"--gpu-memory-gib describes {name}: pass its (dense) --gpu-tflops, too.")
         rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), options.gpu_tflops)
         return Gpu(name, options.gpu_memory_gib, 0, rates, 1000, 4, "by hand")
     if name.lower() == "cpu":
@@ -217,8 +203,7 @@ def task_of(options: PlannerOptions) -> Task:
     if not named:
         raise BadInputError(
             f"--task is {options.task}, but --classes is {options.classes}, --target-len {options.max_target_length} "
-            f"and --tiles {options.tiles}: pass --classes with classification alone, --target-len with summarization, "
-            "--tiles with visual_questions, and none of them with chat and preferences."
+            f"and --tiles {options.tiles}, which are for classification, summarization and visual_questions alone."
         )
     return named[0]
 

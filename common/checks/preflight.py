@@ -55,11 +55,7 @@ def device_of(run: RunConfig) -> Gpu | None:
 def place_and_plan(
     run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None
 ) -> tuple[Placement, str]:
-    """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None.
-
-    Raises:
-        BadInputError: layers cannot be placed, for which the planner must know model, optimizer and device.
-    """
+    """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None."""
     device, no_plan = device_of(run), ""
     try:
         read_architecture(run.model, run.model_revision)
@@ -78,9 +74,7 @@ def place_and_plan(
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     """Return the number of optimizer steps of the whole run; None: it depends on `row_count`, which is not known."""
-    if run.max_steps > 0:
-        return run.max_steps
-    return None if row_count is None else run.total_steps(row_count)
+    return None if row_count is None and run.max_steps < 0 else run.total_steps(row_count or 0)
 
 
 def planned_gib(plan: Plan | None, number: int) -> float | None:

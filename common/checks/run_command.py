@@ -64,11 +64,7 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
 
 
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
-    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`; for several machines each one's torchrun command.
-
-    Raises:
-        BadInputError: No run folder takes it, and why.
-    """
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`; for several machines their torchrun command."""
     if not (task := _task_of(plan)):
         name = plan.architecture.name
         raise BadInputError(f"none has runs for {name}'s own head; with --classes it is a classifier.")

@@ -24,10 +24,7 @@ from common.training.resuming import digests_of
 
 @contextmanager
 def run_started(run: RunConfig) -> Iterator[RunRecorder]:
-    """Start this rank, check the run's inputs, and yield what records its steps; end the rank afterwards.
-
-    The recorder's `run` is what the workflow is to do: perhaps on other ranks than `run` asks for.
-    """
+    """Start this rank, check the run's inputs, and yield the recorder, whose `run` may have other ranks than asked."""
     check_told(os.environ)
     asked, run = run, run_as_started(run)
     with rank_started(run) as rank:

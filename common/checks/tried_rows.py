@@ -47,11 +47,7 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
 
 
 def rows_of_run(run: RunConfig) -> Rows:
-    """Return the longest of the run's own rows, as the tokenizer for random weights cuts them.
-
-    Raises:
-        BadInputError: rows are missing or malformed, or have no answer within `max_length`.
-    """
+    """Return the longest of the run's own rows, as the tokenizer for random weights cuts them."""
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     tokenizer_is_own = run.model == MINILM or is_embedded(run.model)
     try:
@@ -93,9 +89,6 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     """Return the shape of a batch of rows of exactly `tokens` tokens, without a tokenizer.
 
     All of a row is learnt: one label, a summary of `max_target_length`, or every token.
-
-    Raises:
-        BadInputError: a row of that length has nothing to predict, or the model cannot read it.
     """
     if tokens < 2:
         raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
@@ -143,7 +136,7 @@ def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config:
     seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
     if len(seen) >= tokens:
         raise BadInputError(
-            f"--seq-len is {tokens}, but a picture takes {len(seen)} tokens: pass --seq-len {len(seen) + 64} or more."
+            f"--seq-len is {tokens}, but a picture takes {len(seen)} tokens: pass --seq-len {len(seen) + 64}."
         )
     learnt = [IGNORED_LABEL] * len(seen) + row["labels"][len(seen) :]
     return {**row, "input_ids": [*seen, *row["input_ids"][len(seen) :]], "labels": learnt, "picture": picture}

@@ -24,10 +24,9 @@ def measure_machine_ceiling(
 ) -> dict[str, float]:
     """Measure how much faster this machine's ranks are than one when they need not agree: the most that DDP can reach.
 
-    Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
-    rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
-    each, without synchronising. Trained weights are put back afterwards. `model` stands in for the loop's own, where
-    that is divided. With `replica`, DDP's own module, all ranks at once are also timed with synchronising.
+    Times bare steps on the same rows in turn: rank 0 with the global batch, rank 0 with its share, and all ranks with
+    theirs, without synchronising; with `replica`, DDP's own module, also with it. Trained weights are put back
+    afterwards. `model` stands in for the loop's own, where that is divided.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.

@@ -92,10 +92,7 @@ def keep_freed_memory() -> None:
 
 
 def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, float]:
-    """Return what was reached, what was allowed, and the factors by which the ideal shrinks to it.
-
-    The share of what is allowed is `naive_factor` over the product of the other three factors.
-    """
+    """Return the speed-up reached, the one allowed, and the factors by which the ideal shrinks to it."""
     whole = [step_s[f"stage {stage} alone, 1"] for stage in range(stages)]
     parts = [step_s[f"stage {stage} alone, {count}"] for stage in range(stages)]
     ideal, shared_machine = ideal_speedup(stages, count), step_s["all stages at once"] / max(parts)
@@ -123,10 +120,7 @@ def full_batches(loop: TrainingLoop, count: int) -> list[Batch]:
 
 
 def passes_of(loop: TrainingLoop, batch: Batch, work: Work) -> list[list[tuple[str, int, float, float]]]:
-    """Return when each stage worked on which micro-batch in one step, by stage, the same on every rank.
-
-    A pass is its kind, its micro-batch, its start and its end, in seconds.
-    """
+    """Return by stage the passes of one step: each one's kind, micro-batch, start and end in seconds."""
     wait_for_everyone()
     work(batch)
     loop.optimizer.zero_grad()

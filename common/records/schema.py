@@ -1,7 +1,4 @@
-"""What stands in a record: the type of each value that is read, and what a completed run has of them.
-
-Pydantic checks a record against `Fields`. Keys that are not named here are taken as they are, and read by nobody.
-"""
+"""What stands in a record: the type of each value that is read, and what a completed run has of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +11,7 @@ from common.base.errors import BadInputError, begin_of
 from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
-MOST = 10**18
-"""More than any count, number of bytes or seconds of a run."""
+MOST = 10**18  # more than any count, number of bytes or seconds of a run
 
 
 def _refused(is_wrong: Callable[[Any], bool], why: str) -> AfterValidator:
@@ -42,14 +38,13 @@ Some = Annotated[int, Field(ge=1, le=MOST)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
 Figure = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
-Score = Annotated[
-    float, _refused(lambda score: math.isfinite(score) and abs(score) > 1e100, "it is larger than any loss")
-]
-"""A loss or a score, which is no number or infinite where a run diverged."""
+# A loss or a score, which is no number or infinite where a run diverged
+Score = Annotated[float, _refused(lambda score: 1e100 < abs(score) < math.inf, "it is larger than any loss")]
 Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
 Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
 NotEmpty = Field(min_length=1)
 
+# how good a model is; None where nobody judged, or the data name no facts
 Scores = _keys({
     **dict.fromkeys(
         ("similarity_score?", "similarity_score_tuned?", "similarity_score_minilm?", "shuffled_score?",
@@ -65,9 +60,9 @@ Scores = _keys({
     "labels?": list[Text],
     "confusion?": list[list[Count]],
 })  # fmt: skip
-"""How good a model is; None where nobody judged, or the data name no facts."""
+# of a rank between two passes
 Held = _keys({"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
-"""Of a rank between two passes."""
+# of a device: what was planned, and its peaks
 Memory = _keys(
     {
         **dict.fromkeys(("planned_gib", "peak_allocated_gib"), Amount | None),
@@ -78,9 +73,9 @@ Memory = _keys(
         "peak_training_gib?": Positive | None,
     }
 )
-"""Of a device: what was planned, and its peaks."""
 SCHEDULES = ("naive", "gpipe", "1f1b")
 
+# A record. What may be missing came with later code, is of some runs only, or was not reached; more keys may stand
 Fields = _keys({
     "status": Literal["completed", "failed", "oom", "interrupted"],
     "technique": Annotated[Text, _refused(lambda name: name not in TECHNIQUES, "it is no technique known here")],
@@ -157,7 +152,6 @@ Fields = _keys({
     }) | None,
     "gallery?": list[dict[Text, str | bool | None]],
 })  # fmt: skip
-"""A record. What may be missing came with later code, means something for some runs only, or was not reached."""
 RECORD = TypeAdapter(Fields)
 
 # -- what a completed run has
@@ -165,11 +159,12 @@ RECORD = TypeAdapter(Fields)
 FIGURES = ("quality", "world", "effective_batch_size", "peak_learning_rate", "steps", "train_time_s", "reporting_s",
            "tokens_per_s", "trained_parameters", "flops_per_token", "training_losses", "validation_losses",
            "best_validation_loss", "memory")  # fmt: skip
+# without the later ones, which older records lack
 SETTINGS = ("model", "weights", "data", "precision", "device", "devices", "seed", "learning_rate",
             "learning_rate_scaling", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
             "micro_batches", "schedule", "quantization", "optim", "target_modules", "loop", "link", "train_rows",
             "gradient_exchange", "gradient_checkpointing")  # fmt: skip
-"""Without the later ones, which older records lack."""
+# by what is shown of a task's runs (`Task.reporting`): the scores that stand in their tables
 SCORES = {
     "": ("similarity_score", "similarity_score_tuned", "similarity_score_minilm", "shuffled_score",
          "shuffled_score_minilm", "facts_said_share", "questions"),
@@ -180,16 +175,12 @@ SCORES = {
     "common.reporting.tasks:PREFERENCES": ("preference_accuracy", "chosen_reward", "invented_dates_share",
                                      "facts_said_share", "words"),
 }  # fmt: skip
-"""By what is shown of a task's runs (`Task.reporting`): the scores that stand in their tables."""
+# scores of an adapter that was merged into the base before it was quantized
 ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")
-"""Scores of an adapter that was merged into the base before it was quantized."""
 
 
 def wrong_in(record: object, whole: bool = False) -> str:
-    """Return the first key of a record whose value nobody could read, with the value and why; empty: all is well.
-
-    With `whole`, also what a completed run lacks.
-    """
+    """Return a record's first wrong key, its value and why, or, with `whole`, what it lacks; empty: all is well."""
     try:
         RECORD.validate_python(record, strict=True)
         idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})

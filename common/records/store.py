@@ -23,14 +23,15 @@ SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 MOST_BYTES = 32 * 2**20
 AGAIN = "repeat the run, or move the file away."
+# folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py
 KEPT, STUDY = "*/run_*/records", "docs/records"
-"""Folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py."""
 PLACES = ("model", "data", "device_map", "resume_from_checkpoint")  # settings that may be paths of this machine
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
 
+# what `Task.named_by` chooses from; an empty part is left out
 NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "sharing": lambda run: run.sharing if run.parallelism.shards else "",
     "batch": lambda run: f"batch{run.per_device_train_batch_size}",
@@ -42,7 +43,6 @@ NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "devices": lambda run: f"x{run.devices}",
     "exchanged": lambda run: "exchanged" if run.exchange_answers else "",
 }
-"""What `Task.named_by` chooses from; an empty part is left out."""
 
 
 def settings_anywhere(run: RunConfig) -> dict[str, object]:
@@ -132,12 +132,7 @@ def write_json(data: dict[str, Any], path: Path) -> None:
 
 
 def load_record(path: Path, whole: bool = False) -> Record:
-    """Read a record. Its values have the types of `common.records.schema`; of a run that failed some are not there.
-
-    Raises:
-        BadInputError: The file is no record, has a value that nobody can read, or a schema that this code does not
-            know; with `whole`, also where a completed run lacks a figure of its task.
-    """
+    """Read a record; refuse a file that is none by `common.records.schema`, with `whole` also an incomplete one."""
     from common.records.schema import wrong_in  # here: Pydantic takes a moment, which `--help` need not wait for
 
     if not os.path.isfile(path):  # a pipe or a device is none, and reading it would not end
@@ -150,19 +145,14 @@ def load_record(path: Path, whole: bool = False) -> Record:
         record = json.loads(path.read_text(encoding="utf-8"))
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
-        raise BadInputError(
-            f"{path} has schema version {begin_of(repr(found), 60)}, but this code reads {SCHEMA_VERSION}: {AGAIN}"
-        )
+        raise BadInputError(f"{path} has schema version {begin_of(repr(found), 60)}, and not {SCHEMA_VERSION}: {AGAIN}")
     if wrong := wrong_in(record, whole):
         raise BadInputError(f"{path} is no record of a run ({wrong}): {AGAIN}")
     return record
 
 
 def records_in(files: Iterable[Path]) -> Iterator[tuple[Path, Record]]:
-    """Yield the records among some files, one by one, each with its file.
-
-    A file that is none is named on stderr, once, and passed over: one bad record does not hide the others.
-    """
+    """Yield the records among some files, each with its file; a bad one is named on stderr, once, and passed over."""
     for file in files:
         try:
             yield file, load_record(file, whole=True)
@@ -192,24 +182,13 @@ def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> l
 
 
 def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record from `<run folder>/results/<name>` to the folder `records`, or `<run folder>/records`.
-
-    Paths of this machine stay behind.
-
-    Raises:
-        BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
-    """
+    """Copy a run's record, without paths of this machine, to `records`, or its run folder's own; return the file."""
     record = load_record(results_folder / RECORD_NAME)
     threads, folder = record["config"].get("threads", 1), results_folder.resolve()
     if threads > 1:
-        raise BadInputError(
-            f"{results_folder} was computed with {threads} threads a device, and kept records are compared with those "
-            "of one: run it again without --threads."
-        )
+        raise BadInputError(f"{results_folder} had {threads} threads a device, kept records have one: repeat it so.")
     if folder.parent.name != "results":
-        raise BadInputError(
-            f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
-        )
+        raise BadInputError(f"{results_folder} is no results folder: pass RUN=<run folder>/results/<name>.")
     kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():

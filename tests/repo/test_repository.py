@@ -126,7 +126,7 @@ def test_module_stems_are_unique_between_technique_folders() -> None:
 def test_common_imports_no_technique_folder_and_reports_need_no_torch() -> None:
     for path in (REPOSITORY / "common").glob("**/*.py"):
         assert not re.search(r"^\s*(from|import) my_", path.read_text(encoding="utf-8"), re.MULTILINE), path
-    commands = "common.report, common.run_record, common.planner, common.siblings, common.device_maps"
+    commands = "common.report, common.run_record, common.planner, assets.siblings, common.device_maps"
     light = f"import sys, {commands}; print('torch' in sys.modules)"
     python = [sys.executable, "-c", light]
     assert subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -10,12 +10,14 @@ import nbformat
 import pytest
 from PIL import Image
 
+from bench import repeat
 from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.pictures import check_picture, open_picture, reference_to
 from common.models.loading import EMBEDDED_BASE, any_shape_config, load_tokenizer, model_without_weights
+from common.records.store import kept_records
 from common.serving.tuned_runs import check_adapter
 
 # -- models, tokenizers and data sets
@@ -202,16 +204,11 @@ def test_a_picture_lies_in_the_folder_of_its_data(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_records_command_starts_nothing_but_a_workflow(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common import repeat
-
     monkeypatch.setattr(repeat, "stream_command", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(BadInputError, match="no workflow"):
         repeat.repeat({"command": command, "run_folder": "2.1_lora_finetuning/run_0_cpu_x1", "run_name": "x"})
 
 
 def test_every_kept_command_may_be_repeated() -> None:
-    from common import repeat
-    from common.records.store import kept_records
-
     others = [run["command"] for run in kept_records() if repeat.is_repeatable(run)]
     assert [command for command in others if not repeat.OF_A_FOLDER.fullmatch(command)] == []

@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 
+from bench import gpu_check, machine_facts, processes
+from bench.gpu_check import FAILS, LEFT_OUT, SLOWER, WORKS, main
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
-from common.checks import gpu_check, machine_facts, processes
 from common.checks.folder_runs import run_of_folder
-from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, WORKS, main
 from tests.forked import run_forked
 from tests.pace import patient
 
@@ -67,7 +67,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
 
         def run_other(command: list[str], limit_s: float) -> CompletedProcess:
             asked.append(list(command))
-            if command[1] == "common.checks.machine_facts":
+            if command[1] == "bench.machine_facts":
                 return CompletedProcess(command, 0, f"a warning\n{json.dumps(facts)}\nanother")
             if command[1] == "pytest":
                 return CompletedProcess(command, 0, "3 passed in 1.00s")

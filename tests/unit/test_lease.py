@@ -16,9 +16,9 @@ import pytest
 from bench import lease, lease_parts, planner_points
 from bench.gpu import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, read_results, spend
+from bench.processes import END_S
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.checks.processes import END_S
 from common.hardware.devices import find_gpu
 from tests.forked import run_forked
 from tests.gpu.test_shared_gpu import PAIRS

@@ -7,12 +7,14 @@ from dataclasses import fields
 
 import pytest
 
-from common import report, run_record, siblings
+from assets import siblings
+from bench import gpu_check
+from common import report, run_record
 from common.base.parsing import HELP_COLUMNS, settings_parser
 from common.base.run_config import RunConfig
 from common.base.settings import GROUPS
 from common.base.specs import PARALLELISMS
-from common.checks import dry_run, gpu_check, planner_command, preflight
+from common.checks import dry_run, planner_command, preflight
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 SETTINGS = "3.1_text_classification/run_0_cpu_x2"

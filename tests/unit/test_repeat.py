@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common import repeat
+from bench import repeat
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.torchrun import nodes_command

@@ -7,10 +7,10 @@ import nbformat
 import pytest
 import yaml
 
+from assets.siblings import parameters_for, stale_files
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_folders import read_literal, run_folders
-from common.siblings import parameters_for, stale_files
 
 TECHNIQUE = "2.2_lora_finetuning_with_ddp"
 WORKFLOW = "my_workflow_lora_finetuning_with_ddp.py"

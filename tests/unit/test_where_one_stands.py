@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.repeat import records_below
 from common import launch
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -23,7 +24,6 @@ from common.compare import found_runs
 from common.data.row_checks import say_once
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
-from common.repeat import records_below
 from tests.pace import patient
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"

@@ -31,15 +31,7 @@ from typing import Any
 from accelerate.utils import recursively_apply
 from tabulate import tabulate
 
-from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
-from common.base.errors import BadInputError
-from common.base.parsing import OneSentenceParser
-from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig
-from common.base.run_folders import run_folders, workflow_does
-from common.base.secrets import without_secrets
-from common.base.specs import PARALLELISMS
-from common.checks.processes import (
+from bench.processes import (
     END_S,
     FAILS,
     KEPT_LINES,
@@ -50,6 +42,14 @@ from common.checks.processes import (
     run_process,
     why_ended,
 )
+from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
+from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import run_folders, workflow_does
+from common.base.secrets import without_secrets
+from common.base.specs import PARALLELISMS
 from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
 from common.planning.plans import plan_run
@@ -106,7 +106,7 @@ def output_of(command: Sequence[str], limit_s: float) -> str:
 
 def look_at_machine(limit_s: float) -> Record:
     """Look at driver, cards and build, and whether PyTorch computes on every card that the driver lists."""
-    said = output_of(["-m", "common.checks.machine_facts"], limit_s).splitlines()
+    said = output_of(["-m", "bench.machine_facts"], limit_s).splitlines()
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(said) if line.startswith("{")))
     wrong = what_is_wrong(facts)

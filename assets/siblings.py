@@ -1,7 +1,7 @@
 """Copy run folders of a technique from one source; siblings differ in their literals alone (`RUN`, `LORA`, `MACHINES`).
 
-    python -m common.siblings            copy each technique's first run folder to its siblings
-    python -m common.siblings --check    exit 1 where a sibling is no copy
+    python -m assets.siblings            copy each technique's first run folder to its siblings
+    python -m assets.siblings --check    exit 1 where a sibling is no copy
 
 The source is the folder `run_0_...`. From a sibling's literal follow the parameters cells of its notebooks, its
 `my_accelerate_config.yaml` and the number of processes in its docstring. A notebook's outputs stay where its cells do.

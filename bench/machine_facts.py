@@ -1,4 +1,4 @@
-"""What a machine has to train with, as JSON: `python -m common.checks.machine_facts`.
+"""What a machine has to train with, as JSON: `python -m bench.machine_facts`.
 
 It starts CUDA on every GPU, and so is a process of its own, whose memory goes with it and which alone may crash.
 Nothing that it says names the machine, its users or their folders.

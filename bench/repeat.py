@@ -1,7 +1,7 @@
 """Run the commands of kept records again, and keep their new records in the place of the old ones.
 
-    python -m common.repeat                                   # all of them: one to two hours on two cores
-    python -m common.repeat 2.1_lora_finetuning 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
+    python -m bench.repeat                                   # all of them: one to two hours on two cores
+    python -m bench.repeat 2.1_lora_finetuning 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 
 One after the other, unattended, on a machine that does nothing else. A run that fails leaves its old record where it
 is, and is named at the end. Left out are records of notebooks (`make notebooks` runs them, `make record` keeps them),
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from assets.siblings import TORCHRUN
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
@@ -24,17 +25,16 @@ from common.base.run_folders import folder_named
 from common.records import store
 from common.records.store import RECORD_NAME, Record, keep_record, load_record, words_of_command
 from common.runtime.launchers import stream_command
-from common.siblings import TORCHRUN
 
 LOOKED_AT_S, BUSY_PERCENT = 5.0, 15.0
 NOTEBOOK = "the notebook"
+# what stands for a launcher's program, by this Python
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
-"""What stands for a launcher's program, by this Python."""
+# commands that a record may have run here: they start a workflow of its run folder
 OF_A_FOLDER = re.compile(
     rf"(python|torchrun --nproc_per_node \d+|{TORCHRUN.strip()}"
     r"|accelerate launch --config_file my_accelerate_config\.yaml) my_workflow_\w+\.py( .*)?"
 )
-"""Commands that a record may have run here: they start a workflow of its run folder."""
 
 
 def records_below(folders: Sequence[str]) -> dict[Path, Record]:
@@ -86,7 +86,7 @@ def repeat(record: Record) -> Path:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = OneSentenceParser(prog="python -m common.repeat", description=__doc__)
+    parser = OneSentenceParser(prog="python -m bench.repeat", description=__doc__)
     parser.add_argument("folders", nargs="*", help="technique folders or run folders; without any, all records")
     records = records_below(parser.parse_args().folders)
     commands = {path: record for path, record in records.items() if is_repeatable(record)}
