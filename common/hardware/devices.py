@@ -25,8 +25,7 @@ from common.base.errors import BadInputError, NotPlannedError
 
 GIB, MIB = 2**30, 2**20
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-CUDA_DRIVER = "libcuda.so.1"
-"""The driver's library, which any machine with an NVIDIA driver has, and a container that was given its GPUs."""
+CUDA_DRIVER = "libcuda.so.1"  # on any machine with an NVIDIA driver, and in a container that was given its GPUs
 
 
 def size_text(byte_count: float) -> str:
@@ -164,54 +163,35 @@ def _gpus_by_cuda(visible: str | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of the catalogue, with its vendor's numbers.
+    """One GPU of the catalogue, with its vendor's numbers."""
 
-    Attributes:
-        name: As users write it, with the vendor's memory in GB.
-        memory_gib: What PyTorch reports (`total_memory`), the lowest seen in logs of recent drivers, which differ by up
-            to 0.2 GiB. The RTX cards are with ECC off: with it an A6000 has 44.4 GiB.
-        cuda_cores: FP32 lanes.
-        tflops_dense: Peak TFLOP/s by precision, without sparsity; None = no such mode. fp32 is of the CUDA cores, the
-            others of the tensor cores, which add up in fp32.
-        pcie_generation: Of its 16 lanes to the host.
-        source: The vendor's data sheet.
-        nvlink_gb_per_s: Both directions together, as vendors print it; None = no NVLink.
-        nvlink_bridge: NVLink joins two cards only, and only where a bridge is plugged in; clouds mostly have none.
-        usd_per_hour: Rent of one, on demand, without tax; None = no public price found.
-        price_date: When that price was read, year and month at least.
-        process_gib: Of a CPU, what a run's process holds before its model loads; 0 = it is not known.
-    """
-
-    name: str
+    name: str  # as users write it, with the vendor's memory in GB
+    # what PyTorch reports (`total_memory`), the lowest seen in logs of recent drivers, which differ by up to 0.2 GiB;
+    # the RTX cards are with ECC off: with it an A6000 has 44.4 GiB
     memory_gib: float
-    cuda_cores: int
+    cuda_cores: int  # FP32 lanes
+    # peak by precision, without sparsity; None = no such mode; fp32 is of the CUDA cores, others of the tensor cores
     tflops_dense: Mapping[str, float | None] = field(hash=False)
     memory_bandwidth_gb_per_s: float
-    pcie_generation: int
-    source: str
-    nvlink_gb_per_s: float | None = None
-    nvlink_bridge: bool = False
-    usd_per_hour: float | None = None
-    price_date: str | None = None
+    pcie_generation: int  # of its 16 lanes to the host
+    source: str  # the vendor's data sheet
+    nvlink_gb_per_s: float | None = None  # both directions together, as vendors print it; None = no NVLink
+    nvlink_bridge: bool = False  # NVLink joins two cards only, where a bridge is plugged in; clouds mostly have none
+    usd_per_hour: float | None = None  # rent of one, on demand, without tax; None = no public price found
+    price_date: str | None = None  # year and month at least
     price_source: str | None = None
-    process_gib: float = 0.0
+    process_gib: float = 0.0  # of a CPU: what a run's process holds before its model loads; 0 = it is not known
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with GPUs that a cloud rents by the hour, on demand, without tax.
-
-    Attributes:
-        gpu: Its GPUs, by their name in the catalogue.
-        network_gbit: Of its network, in Gbit/s, what it has at all times.
-        peak_gbit: What it has for minutes, over one connection to a neighbour.
-    """
+    """A machine with GPUs that a cloud rents by the hour, on demand, without tax."""
 
     name: str
-    gpu: str
+    gpu: str  # by its name in the catalogue
     gpus: int
-    network_gbit: float
-    peak_gbit: float
+    network_gbit: float  # per second, at all times
+    peak_gbit: float  # for minutes, over one connection to a neighbour
     network_source: str
     usd_per_hour: float
     price_date: str
@@ -246,11 +226,8 @@ _ADDED_OR_LEFT_OUT = {"nvidia", "geforce", "tesla", "rtx", "generation", "gpu", 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU that a user means by `name`, such as `a6000`, `A100-80GB` or `NVIDIA RTX A6000 48GB`.
 
-    Case, order, spaces, dashes and the maker's words do not matter. Memory may be left out where only one row fits, and
-    SXM always: of rows with equal memory the first is meant.
-
-    Raises:
-        BadInputError: No row fits, or rows of different memory do.
+    Case, order, spaces, dashes and the maker's words do not matter; refused are names that no row fits, or rows of
+    different memory. SXM may be left out: of rows with equal memory the first is meant.
     """
     fitting = _fitting(name)
     if len({gpu.name.split("GB")[0] for gpu in fitting}) == 1:

@@ -1,7 +1,4 @@
-"""A model's size by its config.json: layers, their linear projections, and parameters by part.
-
-A family of models is one entry in `FAMILIES`, at the end.
-"""
+"""A model's size by its config.json: layers, projections, parameters; a family is one entry of `FAMILIES`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,8 +9,7 @@ from typing import Any
 from common.base.errors import BadInputError, NotPlannedError
 from common.planning.model_configs import check_sizes, find_config, reach_of_positions, read_config, refuse_quantized
 
-COLOURS = 3
-"""Channels of a pixel where the config.json does not say."""
+COLOURS = 3  # channels of a pixel where the config.json does not say
 
 
 class Block(StrEnum):
@@ -33,21 +29,16 @@ class StackKind(StrEnum):
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear projection, of shape (outputs, inputs).
-
-    Attributes:
-        ends_block: Its input is its block's own result, not the hidden state. Tensor parallelism divides the inputs of
-            these projections among the ranks, and the outputs of the others.
-        reads_encoder: Its input is the encoder's output, not the hidden state of its own layer.
-    """
+    """One linear projection, of shape (outputs, inputs)."""
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
     block: Block = Block.ATTENTION
+    # reads its block's own result, not the hidden state; tensor parallelism divides its inputs, the others' outputs
     ends_block: bool = False
-    reads_encoder: bool = False
+    reads_encoder: bool = False  # not the hidden state of its own layer
 
     @property
     def weights(self) -> int:
@@ -86,17 +77,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's dimensions, and its parameters by part.
-
-    Attributes:
-        max_length: Tokens that it can read; of a tower's encoder patches.
-        embedding_parameters: Of the word embeddings alone.
-        other_embedding_parameters: Of positions, token types, and the norms after them.
-        final_parameters: Of what follows the last layer: final norm, and the head's parts besides its matrix.
-        tied: The head's matrix is that of the word embeddings.
-        classes: Labels that the head tells apart, and its `vocab`; 0 = it predicts tokens.
-        tower: What makes tokens of images; None = it reads texts alone.
-    """
+    """A model's dimensions, and its parameters by part."""
 
     name: str
     model_type: str
@@ -106,15 +87,15 @@ class Architecture:
     kv_heads: int
     head_dim: int
     vocab: int
-    max_length: int
+    max_length: int  # tokens that it can read; of a tower's encoder patches
     stacks: tuple[Stack, ...]
-    embedding_parameters: int
-    other_embedding_parameters: int = 0
-    final_parameters: int = 0
-    tied: bool = True
+    embedding_parameters: int  # of the word embeddings alone
+    other_embedding_parameters: int = 0  # of positions, token types, and the norms after them
+    final_parameters: int = 0  # of what follows the last layer: norm, and the head's parts besides its matrix
+    tied: bool = True  # the head's matrix is that of the word embeddings
     dropout: float = 0.0
-    classes: int = 0
-    tower: "Tower | None" = None
+    classes: int = 0  # labels that the head tells apart, and its `vocab`; 0 = it predicts tokens
+    tower: "Tower | None" = None  # what makes tokens of images
 
     @property
     def family(self) -> "Family":
@@ -163,19 +144,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Tower:
-    """What makes tokens of images: an encoder, which reads the patches of a tile, and a connector behind it.
+    """What makes tokens of images: an encoder, which reads the patches of a tile, and a connector behind it."""
 
-    Attributes:
-        encoder: It has no words: its embeddings are those of patches and of their places.
-        tile: Width and height of the tile, in pixels.
-        channels: Of a pixel.
-        connector: The projection that makes a token of some neighbouring patches.
-    """
-
-    encoder: Architecture
-    tile: int
-    channels: int
-    connector: Linear
+    encoder: Architecture  # without words: its embeddings are those of patches and of their places
+    tile: int  # width and height, in pixels
+    channels: int  # of a pixel
+    connector: Linear  # makes a token of some neighbouring patches
 
     @property
     def tokens(self) -> int:
@@ -191,9 +165,8 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     """Return the architecture of `model`, as `find_config` finds it; with `classes` with a classifier's head.
 
     Raises:
-        BadInputError: There is no such config, it lacks a key, its weights are stored quantized, or it is no encoder
-            and cannot classify.
-        NotPlannedError: Its model_type is none of `FAMILIES`.
+        BadInputError: There is no such config, it lacks a key, or its weights are stored quantized.
+        NotPlannedError: Its model_type is none of `FAMILIES`, or it is no encoder and cannot classify.
     """
     path = find_config(model, revision)
     config, place = read_config(path, model), f"{path.name} of {model}"
@@ -226,11 +199,7 @@ def is_known_architecture(model: str, revision: str = "") -> bool:
 
 
 def as_classifier(architecture: Architecture, classes: int) -> Architecture:
-    """Return the encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix.
-
-    Raises:
-        NotPlannedError: It is no encoder.
-    """
+    """Return an encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix."""
     if not architecture.family.classifier:
         raise NotPlannedError(
             f"{architecture.name} is of kind {architecture.model_type}, but classifiers are planned for encoders "
@@ -243,11 +212,8 @@ def as_classifier(architecture: Architecture, classes: int) -> Architecture:
 def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
     """Return what each of `ranks` ranks holds with tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-    The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole.
-
-    Raises:
-        NotPlannedError: It is no encoder.
-        BadInputError: Heads or the MLP's size cannot be divided evenly.
+    The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole. Refused are
+    decoders, and sizes that cannot be divided evenly.
     """
     if not architecture.family.classifier:
         raise NotPlannedError(
@@ -274,24 +240,15 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
 
 @dataclass(frozen=True)
 class Family:
-    """What models with the same `model_type` in their config.json have in common.
+    """What models with the same `model_type` in their config.json have in common."""
 
-    Attributes:
-        read: Makes the architecture from a name and the contents of a config.json.
-        is_llama_like: Norms come before attention and MLP, the MLP has a gate, positions are rotary. Otherwise layers
-            end with a norm, as in BERT and BART.
-        attention_bias: Queries, keys and values have biases where the config.json does not say.
-        normalizes_queries: Queries and keys have norms of their own.
-        has_pooler: A classifier reads the last hidden state's first token through a pooler, without dropout before it.
-        embeddings, layers, heads, classifier: Names of modules: what follows the layers in a model that predicts
-            tokens, and in one that classifies; empty = classifiers are not planned.
-    """
-
-    read: Callable[[str, dict[str, Any]], Architecture]
+    read: Callable[[str, dict[str, Any]], Architecture]  # from a name and the contents of a config.json
+    # norms come before attention and MLP, the MLP has a gate, positions are rotary; otherwise layers end with a norm
     is_llama_like: bool = True
-    attention_bias: bool = False
-    normalizes_queries: bool = False
-    has_pooler: bool = False
+    attention_bias: bool = False  # of queries, keys and values, where the config.json does not say
+    normalizes_queries: bool = False  # queries and keys have norms of their own
+    has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
+    # names of modules: the last two follow the layers, to predict tokens, or to classify (empty = not planned)
     embeddings: str = "model.embed_tokens"
     layers: str = "model.layers"
     heads: tuple[str, ...] = ("lm_head",)
@@ -446,5 +403,5 @@ FAMILIES = {
     "idefics3": Family(_with_tower),
     "smolvlm": Family(_with_tower),
 }  # fmt: skip
+# parts of other models, which cannot be planned alone; their layers are as BERT's, but start with the norms
 TOWERS = {f"{kind}_vision": Family(_tower_encoder, False) for kind in ("idefics3", "smolvlm")}
-"""Parts of other models, which cannot be planned alone; their layers are as BERT's, but start with the norms."""

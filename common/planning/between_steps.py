@@ -15,19 +15,19 @@ from common.planning.shares import (
 )
 from common.planning.terms import Part, Term, numbers
 
+# layers that FSDP2 has gathered (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
+# one at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which is
+# all that is left of the last one when the loss comes
 FSDP_GATHERED_LAYERS = 2
 FSDP_GATHERED_IN_FORWARD = 3
 FSDP_GATHERED_AT_LOSS = 1
-"""Layers that FSDP2 has gathered (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
-one at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which is
-all that is left of the last one when the loss comes."""
+# weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)
 ZERO_REUSED_WEIGHTS = 1_000_000_000
-"""Weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)."""
+# elements per hidden size below which it keeps a weight whole (`stage3_param_persistence_threshold`, as
+# `common.training.deepspeed_config` sets it)
 ZERO_WHOLE_BELOW = 10
-"""Elements per hidden size below which it keeps a weight whole (`stage3_param_persistence_threshold`, as
-`common.training.deepspeed_config` sets it)."""
+# elements below which 8-bit optimizers keep 32-bit states (bitsandbytes/optim/optimizer.py: `min_8bit_size`)
 SMALL_MATRIX = 4096
-"""Elements below which 8-bit optimizers keep 32-bit states (bitsandbytes/optim/optimizer.py: `min_8bit_size`)."""
 
 
 def hidden_bytes(architecture: Architecture, job: Job) -> int:

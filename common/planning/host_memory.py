@@ -14,18 +14,17 @@ from common.planning.shares import (
 )
 from common.planning.terms import Part, Term
 
+# a full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
+# it; while a larger one is being written, from a copy on the host, training goes on
 LITTLE_BYTES = GIB
-"""A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
-it; while a larger one is being written, from a copy on the host, training goes on."""
+# of each trained weight: fp32 copy, momentum, variance and gradient, as DeepSpeed's own estimator counts them
+# (deepspeed.readthedocs.io, Memory Requirements)
 ZERO_OFFLOADED_BYTES = 4 + 4 + 4 + 4
-"""Of each trained weight: fp32 copy, momentum, variance and gradient, as DeepSpeed's own estimator counts them
-(deepspeed.readthedocs.io, Memory Requirements)."""
+# the largest file that Transformers' `save_pretrained` writes: its weights are on the host meanwhile
 PLAIN_FILE_BYTES = 50e9
-"""The largest file that Transformers' `save_pretrained` writes: its weights are on the host meanwhile."""
+# where ranks hold parts: the largest file (the Hub's own), and the size up to which a model is one file
 LARGEST_FILE_BYTES, SMALL_FILE_BYTES = 5_000_000_000, 16_000_000
-"""Where ranks hold parts: the largest file (the Hub's own), and the size up to which a model is one file."""
-LEAST_FILES = 16
-"""Of a larger model: rank 0 holds one file's weights beside its own part."""
+LEAST_FILES = 16  # of a larger model: rank 0 holds one file's weights beside its own part
 
 
 def file_bytes(total_bytes: int) -> int:

@@ -23,8 +23,7 @@ OPTIMIZER_BYTES = {
     "paged_adamw_32bit": 8,
     "sgd": 0,
 }
-LOGITS_AT_ONCE = 2**25
-"""Of a decoder's loss that is computed in chunks of tokens: logits of a chunk, at most (128 MiB in fp32)."""
+LOGITS_AT_ONCE = 2**25  # of a decoder's loss in chunks of tokens: a chunk's, at most (128 MiB in fp32)
 ALL_LINEAR = ("all-linear",)  # every linear layer but the head
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
 QUANTIZED_BYTES = {
@@ -36,33 +35,22 @@ QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8}
 # of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean
 LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4}
 WHY_NOT_QUANTIZED_FULL = (
-    "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
-    "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
-    "bytes. Train adapters on the quantized weights instead: pass --technique qlora."
+    "Full fine-tuning of quantized weights is impossible, and would save little: 14.5 instead of 16 bytes per weight, "
+    "as gradient, momentum, variance and fp32 copy stay: pass --technique qlora, which trains adapters."
 )
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The largest batch of a step, on one rank.
-
-    Attributes:
-        length: Tokens of a row; of rows that lie end to end the mean.
-        labelled: Positions at which some row has a token to be learnt: logits are computed for these.
-        padded: Rows differ in length, so that attention needs a mask.
-        classes: Labels of a classifier; 0 = tokens are to be predicted.
-        target_length: With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as of the row.
-        tiles: Squares that a row's picture is cut into, the whole one included; their tokens are part of `length`.
-        task: By its name in `TASKS`.
-    """
+    """The largest batch of a step, on one rank."""
 
     rows: int
-    length: int
-    labelled: int
-    padded: bool = False
-    classes: int = 0
-    target_length: int = 0
-    tiles: int = 0
+    length: int  # tokens of a row; of rows that lie end to end the mean
+    labelled: int  # positions at which some row has a token to be learnt: logits are computed for these
+    padded: bool = False  # rows differ in length, so that attention needs a mask
+    classes: int = 0  # labels of a classifier; 0 = tokens are to be predicted
+    target_length: int = 0  # of an encoder-decoder: tokens of a row's summary; 0 = as of the row
+    tiles: int = 0  # that a row's picture is cut into, with the whole one; their tokens are part of `length`
     task: str = "chat"
 
     @property
@@ -110,32 +98,19 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class EvaluationShape:
-    """What validation, and the evaluations before and after training, work on at once on one rank.
+    """What validation, and the evaluations before and after training, work on at once on one rank."""
 
-    Attributes:
-        rows: Of a batch, for each rank that takes part: ranks that share a model that answers take theirs together.
-        length: Tokens of a validation row.
-        labelled: Of these, those with labels.
-        prompt_length: Tokens that an answer, a label or a summary is found for.
-        new_tokens: Tokens that are generated at most; 0 = none.
-        judged: The base compares the answers with the references, which are as long as the labels.
-        has_independent_judge: So does a sentence encoder.
-        validation_rows: Of all ranks; 0 = no fewer than a batch has.
-        test_rows: The same of the test.
-        compared_length: Tokens of the longest row whose logits are compared after saving; 0 = `length`.
-    """
-
-    rows: int
-    length: int
-    labelled: int
-    prompt_length: int
-    new_tokens: int = 0
+    rows: int  # of each rank that takes part: ranks that share a model that answers take theirs together
+    length: int  # tokens of a validation row
+    labelled: int  # of these, those with labels
+    prompt_length: int  # tokens that an answer, a label or a summary is found for
+    new_tokens: int = 0  # that are generated at most
     beams: int = 1
-    judged: bool = False
-    has_independent_judge: bool = False
-    validation_rows: int = 0
-    test_rows: int = 0
-    compared_length: int = 0
+    judged: bool = False  # the base compares the answers with the references, which are as long as the labels
+    has_independent_judge: bool = False  # so does a sentence encoder
+    validation_rows: int = 0  # of all ranks; 0 = no fewer than a batch has
+    test_rows: int = 0  # the same of the test
+    compared_length: int = 0  # tokens of the longest row whose logits are compared after saving; 0 = `length`
 
     @property
     def validated(self) -> int:
@@ -150,45 +125,19 @@ class EvaluationShape:
 
 @dataclass(frozen=True)
 class Loop:
-    """How a training loop computes: by default as this repository's; published peaks are of other loops, too.
+    """How a training loop computes: by default as this repository's; published peaks are of other loops, too."""
 
-    Attributes:
-        logit_bytes: Bytes per logit at the highest moment of a loss that has all of a decoder's logits at once; 0 =
-            they come in chunks of tokens.
-        autocasts: As Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format.
-        short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
-        casts_adapter_inputs: To the adapter's fp32, as PEFT does, and by autocast back.
-        short_ends: Embeddings, norms and head of a quantized base keep their dtype; PEFT's
-            `prepare_model_for_kbit_training` makes them fp32.
-        first_fsdp: `FullyShardedDataParallel`, with reentrant checkpointing.
-    """
-
-    logit_bytes: int = 0
-    autocasts: bool = True
-    short_adapters: bool = False
-    casts_adapter_inputs: bool = False
-    short_ends: bool = True
-    first_fsdp: bool = False
+    logit_bytes: int = 0  # at the highest moment of a loss that has all logits at once; 0 = in chunks of tokens
+    autocasts: bool = True  # as Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format
+    short_adapters: bool = False  # in the base's 16 bits; PEFT makes them fp32
+    casts_adapter_inputs: bool = False  # to the adapter's fp32, as PEFT does, and by autocast back
+    short_ends: bool = True  # a quantized base's others keep their dtype; `prepare_model_for_kbit_training`: fp32
+    first_fsdp: bool = False  # `FullyShardedDataParallel`, with reentrant checkpointing
 
 
 @dataclass(frozen=True)
 class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
-
-    Attributes:
-        technique, parallel: By their names in `TECHNIQUES` and `PARALLELISMS`.
-        batch: Of one data-parallel rank and step, before accumulation.
-        dp_replicate_size: With fsdp: copies of the model, each sharded by an equal group of the devices.
-        kernels: PyTorch's own, hand-written ones, or torch.compile's.
-        target_modules: Linear layers that get adapters or, with full, are trained; empty = all but the head, or with
-            full every weight.
-        offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
-        cpu_operations: As PyTorch computes on a CPU: dropout's masks are numbers, attention with dropout keeps its
-            scores, and of pairs of answers the head reads all positions, and works beside its tile.
-        evaluation: What the phases beside training work on; None: training alone is planned.
-        trains_tower: A vision tower is trained in full, with its connector.
-        sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
-        draws_weights: They start at random, and come module by module; else each rank reads its part of files.
 
     Raises:
         BadInputError: Settings contradict each other.
@@ -196,9 +145,9 @@ class Job(HasSpecs):
 
     technique: str
     parallel: str
-    batch: BatchShape
+    batch: BatchShape  # of one data-parallel rank and step, before accumulation
     devices: int = 1
-    dp_replicate_size: int = 1
+    dp_replicate_size: int = 1  # with fsdp: copies of the model, each sharded by an equal group of the devices
     precision: Precision = "bf16"
     quantization: Quantization = "nf4"
     optimizer: str = "adamw_torch_fused"
@@ -206,18 +155,20 @@ class Job(HasSpecs):
     kernels: Kernels = "plain"
     gradient_checkpointing: bool = False
     lora_rank: int = 8
-    target_modules: tuple[str, ...] = ()
+    target_modules: tuple[str, ...] = ()  # to adapt or train; empty = all but the head, with full every weight
     lora_dropout: float = 0.0
     micro_batches: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     accumulation_steps: int = 1
     loop: Loop = Loop()
-    offload: bool = False
+    offload: bool = False  # optimizer states (of fsdp and zero3 weights and gradients, too) wait in the host's memory
+    # as PyTorch computes on a CPU: dropout's masks are numbers, attention with dropout keeps its scores, and of pairs
+    # of answers the head reads all positions, and works beside its tile
     cpu_operations: bool = False
-    evaluation: EvaluationShape | None = None
-    trains_tower: bool = False
-    sums_gradients_after: bool = False
-    draws_weights: bool = False
+    evaluation: EvaluationShape | None = None  # what the other phases work on; None: training alone is planned
+    trains_tower: bool = False  # in full, with its connector
+    sums_gradients_after: bool = False  # by a plain loop, after the backward pass, without DDP
+    draws_weights: bool = False  # at random, module by module; else each rank reads its part of files
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_BYTES:
@@ -333,24 +284,15 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
     named, library = f"--parallel {job.parallel}", sharing.sharded_by or "tensor parallelism"
     even_rows = -(-rows // parts) * parts
     return (
-        (
-            sharing.is_single and devices != 1,
-            f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp.",
-        ),
+        (sharing.is_single and devices != 1, f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp."),
         (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
         (job.unshardable(), job.unshardable()),
-        (
-            not sharing.pipelines and parts != 1,
-            f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
-        ),
-        (
-            rows % parts,
-            f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: pass --batch-size {even_rows}.",
-        ),
+        (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),
+        (rows % parts, f"--batch-size {rows} has no {parts} equal micro-batches: pass --batch-size {even_rows}."),
         (
             job.method.quantizes and not sharing.takes_4_bits,
-            f"--technique {job.technique} with {named}: {library} does not divide weights in 4 bits: pass --parallel "
-            "fsdp or ddp, or --technique lora.",
+            f"--technique {job.technique} with {named}: {library} does not divide weights in 4 bits: pass "
+            "--parallel fsdp or ddp, or --technique lora.",
         ),
         (
             job.offload and (sharing.splits_layers or sharing.splits_matrices),

@@ -71,11 +71,7 @@ BACKWARD = between(Moment.LOSS, Moment.EMBEDDINGS_BACKWARD)
 
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
-    """Return the memory of one device at its highest moment, without the GPU's own overhead.
-
-    Raises:
-        BadInputError: Tensor parallelism cannot divide the model.
-    """
+    """Return the memory of one device at its highest moment, without the GPU's own overhead."""
     return device_sums(part_of_rank(architecture, job), job, share).highest()
 
 
@@ -85,24 +81,12 @@ def device_sums(architecture: Architecture, job: Job, share: Share) -> "DeviceSu
 
 
 class DeviceSums(BetweenSteps):
-    """The terms of one device in a step.
-
-    Attributes:
-        batch: Of one micro-batch.
-        matrix: Weights of the head's matrix.
-        adds_to_gradients: A backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets.
-        keeps_inputs: FSDP's first version keeps the inputs of layers, with their gradients, until the backward pass has
-            ended (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
-        input_is_in_buffer: With pp the first layer's input, which checkpointing keeps, is where it was received.
-        chunks_loss: The logits come in so many `chunks` of about equal size (common/models/chunked_loss.py), each of
-            `positions_at_once`.
-        splits_loss: The loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment.
-    """
+    """The terms of one device in a step."""
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         super().__init__(architecture, job, share)
-        self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)
-        self.matrix = architecture.vocab * architecture.hidden
+        self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)  # one micro-batch
+        self.matrix = architecture.vocab * architecture.hidden  # weights of the head's
         self.trains_head = share.has_head and trains_head(architecture, job)
         self.head_gradients = (self.matrix + architecture.final_parameters) * self.trains_head
         of_tower = self.trained_of_tower * (not job.has_buckets)
@@ -115,15 +99,21 @@ class DeviceSums(BetweenSteps):
         self.saved_of_layer = cache(self.layer.saved)
         self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.tower_saved = self.tower.saved() if self.tower else []
+        # a backward pass may find gradients: those of earlier micro-batches, or with DDP its buckets
         repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
         self.adds_to_gradients = repeats or job.has_buckets
+        # FSDP's first version keeps layers' inputs, with their gradients, until the backward pass has ended
+        # (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`)
         self.keeps_inputs = job.loop.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
         self.sends = job.parallelism.pipelines and not share.has_head
+        # with pp the first layer's input, which checkpointing keeps, is where it was received
         self.input_is_in_buffer = job.gradient_checkpointing and job.parallelism.pipelines and not share.has_embeddings
         writes = architecture.stacks[-1].kind != StackKind.ENCODER and not architecture.classes
+        # the logits come in chunks of about equal size (common/models/chunked_loss.py)
         self.chunks_loss = writes and not job.loop.logit_bytes
         self.chunks = max(1, math.ceil(self.positions * architecture.vocab / LOGITS_AT_ONCE))
         self.positions_at_once = math.ceil(self.positions / self.chunks)
+        # the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment
         self.splits_loss = not self.chunks_loss and not job.loop.logit_bytes
 
     # -- what is alive when

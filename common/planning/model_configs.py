@@ -12,14 +12,15 @@ from common.base.errors import BadInputError, begin_of, reading
 from common.base.paths import REPOSITORY, find_here
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
+# tiles along the longest edge of an image that a processor cuts, beside the whole one (transformers/models/idefics3/
+# image_processing_idefics3.py; SmolVLM's edge has 1536 pixels)
 SPLIT = 4
-"""Tiles along the longest edge of an image that a processor cuts, beside the whole one (transformers/models/idefics3/
-image_processing_idefics3.py; SmolVLM's edge has 1536 pixels)."""
+# kinds whose positions begin behind their padding token's: two are never taken
 COUNTED_FROM_PADDING = (
     "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""Kinds whose positions begin behind their padding token's: two are never taken."""
+# keys of the models that the closed form knows, which are whole numbers from 1 to `LARGEST_SIZE`
 SIZES = {
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
@@ -27,11 +28,10 @@ SIZES = {
     *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
     *("image_size", "patch_size", "num_channels", "scale_factor"),
 }
-"""Keys of the models that the closed form knows, which are whole numbers from 1 to `LARGEST_SIZE`."""
 LARGEST_SIZE = 2**31 - 1
+# keys of which libraries make as many parts, and the most that any model has: a million layers, by a slip in its
+# config.json, take minutes even without weights
 COUNTED = {re.compile(r"(^|_)layers?$|^depth$"): 1_000, re.compile(r"^num_labels$"): 10**6}
-"""Keys of which libraries make as many parts, and the most that any model has: a million layers, by a slip in its
-config.json, take minutes even without weights."""
 PUBLISHED = "Take the config.json as published, or pass another --model."
 
 

@@ -15,9 +15,9 @@ from common.planning.shares import widest_matrix
 from common.planning.terms import Part, Term, activations, numbers, size_of
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
+# bytes beside a number of the tile, of PyTorch's operations in fp32: in the forward pass 3 tensors and a mask, in the
+# backward pass 7 and a mask (`_forward_tile` and `_backward_tile`)
 FORWARD_BESIDE, BACKWARD_BESIDE = 13, 29
-"""Bytes beside a number of the tile, of PyTorch's operations in fp32: in the forward pass 3 tensors and a mask, in the
-backward pass 7 and a mask (`_forward_tile` and `_backward_tile`)."""
 
 
 class PairSums(DeviceSums):

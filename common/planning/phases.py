@@ -31,12 +31,11 @@ from common.planning.terms import DeviceMemory, Part, Term, activations, numbers
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
+# in the order of a run; validation and saving come again and again in training
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
-"""In the order of a run; validation and saving come again and again in training."""
-ROOM_FOR_MODELS = 0.9
-"""Of a device's memory: what models may take."""
+ROOM_FOR_MODELS = 0.9  # of a device's memory: what models may take
+# of all-MiniLM-L6-v2, the independent judge, which is in fp32; its MLP is four times as wide as its hidden states
 JUDGE_WEIGHTS, JUDGE_HIDDEN = 22_713_216, 384
-"""Of all-MiniLM-L6-v2, the independent judge, which is in fp32; its MLP is four times as wide as its hidden states."""
 LAYER = "forward of a layer"
 
 

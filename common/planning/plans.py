@@ -54,22 +54,16 @@ class Highest(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A job on a cluster: memory per device, time and cost, all projected.
-
-    Attributes:
-        shares: What each device holds.
-        devices: The memory of each device.
-        placed_by_hand: `shares` was given, not searched: another batch size has the same.
-    """
+    """A job on a cluster: memory per device, time and cost, all projected."""
 
     architecture: Architecture
     job: Job
     cluster: Cluster
-    shares: tuple[Share, ...]
-    devices: tuple[DeviceMemory, ...]
+    shares: tuple[Share, ...]  # what each device holds
+    devices: tuple[DeviceMemory, ...]  # of each in training
     time: StepTime
     speed_sources: tuple[str, ...]
-    placed_by_hand: bool = False
+    placed_by_hand: bool = False  # `shares` was given, not searched: another batch size has the same
 
     @cached_property
     def phases(self) -> tuple[tuple[Phase, ...], ...]:

@@ -10,19 +10,13 @@ from common.planning.job import OPTIMIZER_BYTES, BatchShape, Job
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the model that one device holds.
+    """The part of the model that one device holds."""
 
-    Attributes:
-        layers: Of each stack.
-        in_flight: Micro-batches whose activations wait for their backward pass at once.
-        keeps_first_gradients: Where each rank keeps a part of the gradients, those that come first stay here.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # of each stack
     has_embeddings: bool = True
     has_head: bool = True
-    in_flight: int = 1
-    keeps_first_gradients: bool = False
+    in_flight: int = 1  # micro-batches whose activations wait for their backward pass at once
+    keeps_first_gradients: bool = False  # of ranks that keep a part of the gradients each: those that come first
 
     def stacks_of(self, architecture: Architecture) -> Iterator[tuple[Stack, int]]:
         """Yield each stack with how many of its layers the device holds."""
@@ -55,11 +49,7 @@ def widest_matrix(architecture: Architecture) -> int:
 
 
 def part_of_rank(architecture: Architecture, job: Job) -> Architecture:
-    """Return what each rank holds of every layer: all of it, or with tensor parallelism its slice.
-
-    Raises:
-        BadInputError: Tensor parallelism cannot divide the model.
-    """
+    """Return what each rank holds of every layer: all of it, or with tensor parallelism its slice, if it has one."""
     return slice_of_rank(architecture, job.devices) if job.parallelism.splits_matrices else architecture
 
 

@@ -33,23 +33,16 @@ BACKWARD_PASSES = 2  # the backward pass takes as long as two forward passes
 
 @dataclass(frozen=True)
 class Generation:
-    """GPUs that reach about the same share of their peak.
-
-    Attributes:
-        starts: How their names begin.
-        reached: Share of the dense peak that large matrix products reach in training.
-        reached_fp32: The same in fp32 without tensor cores. The V100's is assumed for all: BERT-large alone would give
-            0.94, and BART-large took half as long again as planned with that (published.json).
-        assumed: Why the shares are no fitted ones; empty = they are.
-        workspace_gib: Of cuBLAS (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp).
-    """
+    """GPUs that reach about the same share of their peak."""
 
     name: str
-    starts: tuple[str, ...]
-    reached: float
+    starts: tuple[str, ...]  # how their names begin
+    reached: float  # share of the dense peak that large matrix products reach in training
+    # the same without tensor cores; the V100's is assumed for all: BERT-large alone would give 0.94, and BART-large
+    # took half as long again as planned with that (published.json)
     reached_fp32: float = 0.82
-    assumed: str = ""
-    workspace_gib: float = 8_519_680 / GIB
+    assumed: str = ""  # why the shares are no fitted ones; empty = they are
+    workspace_gib: float = 8_519_680 / GIB  # of cuBLAS (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)
 
 
 # cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; power holds the others back
@@ -72,25 +65,15 @@ def generation_of(gpu: Gpu) -> Generation:
 
 @dataclass(frozen=True)
 class KernelSet:
-    """What kernels besides the matrix products read and write, in numbers of the arithmetic's format per token.
+    """What kernels besides the matrix products read and write, in numbers of the arithmetic's format per token."""
 
-    Attributes:
-        norm: Of an RMS norm, per number of the hidden state. A layer norm is one kernel in PyTorch: 2.
-        rotary: Of rotary positions, per number of the queries and keys.
-        gate: Of a gated MLP's activation, per number of its width. Without a gate: 2.
-        adapter_inputs, adapter_outputs: Of an adapter, per number of its projection's input and output: in the forward
-            pass, and in the backward pass.
-        loss: Per logit, both passes together.
-        kernels: Started per layer and forward pass.
-    """
-
-    norm: float
-    rotary: float
-    gate: float
-    adapter_inputs: tuple[float, float]
-    adapter_outputs: tuple[float, float]
-    loss: float
-    kernels: int
+    norm: float  # an RMS norm, per number of the hidden state
+    rotary: float  # rotary positions, per number of the queries and keys
+    gate: float  # a gated MLP's activation, per number of its width
+    adapter_inputs: tuple[float, float]  # per number of the projection's input, in the forward and the backward pass
+    adapter_outputs: tuple[float, float]  # the same of its output
+    loss: float  # per logit, both passes together
+    kernels: int  # started per layer and forward pass
 
 
 # Counted from Transformers' Llama and PEFT's `Linear`. PyTorch's kernels do one operation each: a norm turns numbers to
@@ -114,18 +97,13 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of one step, of one device's share of the layers.
-
-    Attributes:
-        recomputed: Of forward passes that come again: of checkpointed layers, of a head, or with the reference.
-        attention: Of the others together, those of attention's scores.
-    """
+    """Floating-point operations of one step, of one device's share of the layers."""
 
     forward: float
     activation_gradients: float
     weight_gradients: float
-    recomputed: float
-    attention: float
+    recomputed: float  # of forward passes that come again: of checkpointed layers, of a head, or with the reference
+    attention: float  # of the others together, those of attention's scores
 
     @property
     def total(self) -> float:
@@ -256,16 +234,11 @@ def _between_products(architecture: Architecture, job: Job, stack: Stack) -> flo
 
 @dataclass(frozen=True)
 class Computing:
-    """Seconds that a device computes in a step.
+    """Seconds that a device computes in a step."""
 
-    Attributes:
-        others_s: Of all kernels but the matrix products.
-        launches_s: Of starting them all, meanwhile.
-    """
-
-    products_s: float
-    others_s: float
-    launches_s: float
+    products_s: float  # matrix products
+    others_s: float  # all other kernels
+    launches_s: float  # of starting them all, meanwhile
 
     @property
     def total_s(self) -> float:

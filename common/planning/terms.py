@@ -20,8 +20,7 @@ class Part(StrEnum):
     OVERHEAD = "overhead"
 
 
-PARTS = tuple(part.value for part in Part if part != Part.OVERHEAD)
-"""Those of allocated memory."""
+PARTS = tuple(part.value for part in Part if part != Part.OVERHEAD)  # of allocated memory
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,12 @@ def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device holds at its highest moment.
+    """What one device holds at its highest moment."""
 
-    Attributes:
-        moment: Of a step a `memory_plan.Moment`; other phases have names of their own.
-        blocks: Bytes of the blocks that PyTorch's allocator comes to hold in the course of a step, without gaps between
-            them; 0: no more than at the highest moment.
-        spread: Bytes beyond the likely ones with which a GPU has enough.
-    """
-
-    moment: str
+    moment: str  # of a step a `memory_plan.Moment`; other phases have names of their own
     terms: tuple[Term, ...] = field(repr=False)
-    blocks: float = 0.0
-    spread: float = 0.0
+    blocks: float = 0.0  # bytes that PyTorch's allocator comes to hold in a step, without gaps; 0: those of `terms`
+    spread: float = 0.0  # bytes beyond the likely ones with which a GPU has enough
 
     @cached_property
     def parts_gib(self) -> dict[str, float]:

@@ -41,8 +41,8 @@ OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
 MIN_CALIBRATION_STEPS = 100  # of a run on a GPU: in shorter ones the slow first steps dominate
 MEASURED = "measured"  # in the source of a speed that rests on records
+# how fast kept runs were, by the device's name: see `calibration_from`
 Calibration = dict[str, list[float]]
-"""How fast kept runs were, by the device's name: see `calibration_from`."""
 ETHERNETS_GBIT = (1e-3, 1e4)  # among which a break-even is looked for
 
 
@@ -56,18 +56,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a plan.
-
-    Attributes:
-        nodes: Machines, with equally many GPUs each.
-        link: The slowest; None = the best that the GPU has, and Ethernet between machines.
-        usd_per_hour: Of one GPU, instead of the catalogue's price.
-    """
+    """The GPUs of a plan."""
 
     gpus: tuple[Gpu, ...]
-    nodes: int = 1
-    link: Link | None = None
-    usd_per_hour: float | None = None
+    nodes: int = 1  # machines, with equally many GPUs each
+    link: Link | None = None  # the slowest; None = the best that the GPU has, and Ethernet between machines
+    usd_per_hour: float | None = None  # of one GPU, instead of the catalogue's price
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or len(self.gpus) % self.nodes:
@@ -125,16 +119,11 @@ def ethernet(gbit: float) -> Link:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a GPU trains, and the source of that.
+    """How fast a GPU trains, and the source of that."""
 
-    Attributes:
-        flops_per_s: Of a CPU, as measured; None = by the model of `common.planning.step_speed`.
-        times: As fast as that model has it, as measured.
-    """
-
-    flops_per_s: float | None
+    flops_per_s: float | None  # of a CPU, as measured; None = by the model of `common.planning.step_speed`
     source: str
-    times: float = 1.0
+    times: float = 1.0  # as fast as that model has it, as measured
 
     def compute_s(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> float:
         """Return the seconds that one device computes in a step."""
@@ -226,22 +215,14 @@ def _times_counted(record: dict[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; with accumulation, of one of its micro-batches on average.
+    """Seconds of one optimizer step; with accumulation, of one of its micro-batches on average."""
 
-    Attributes:
-        compute_s: Of the device that computes longest.
-        exposed_s: Of the communication, what computing does not hide.
-        bubble_s: In which a device waits for others.
-        sent_gb: By one rank, in 10^9 bytes.
-        terms: In words, for `--explain`.
-    """
-
-    compute_s: float
-    exposed_s: float
-    bubble_s: float
+    compute_s: float  # of the device that computes longest
+    exposed_s: float  # of the communication, what computing does not hide
+    bubble_s: float  # in which a device waits for others
     optimizer_s: float
-    sent_gb: float
-    terms: tuple[str, ...] = field(default=(), repr=False)
+    sent_gb: float  # by one rank, in 10^9 bytes
+    terms: tuple[str, ...] = field(default=(), repr=False)  # in words, for `--explain`
 
     @property
     def total_s(self) -> float:

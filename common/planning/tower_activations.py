@@ -25,23 +25,17 @@ def job_of_tower(tower: Tower, job: Job) -> Job:
 
 
 class TowerActivations:
-    """The terms of a tower and its connector, beside their weights; `job` is that of the whole model.
-
-    Attributes:
-        hidden_bytes: `x` of the tower: bytes of a hidden state between its layers, as wide as its weights.
-        patches, pixels: Of all tiles.
-        hidden: Numbers of the hidden states of all patches.
-        tokens: That stand for all tiles in the decoder.
-    """
+    """The terms of a tower and its connector, beside their weights; `job` is that of the whole model."""
 
     def __init__(self, tower: Tower, job: Job) -> None:
-        self.tower, self.job, self.stack, self.hidden_bytes = tower, job, tower.encoder.stacks[0], job.weight_bytes
+        self.tower, self.job, self.stack = tower, job, tower.encoder.stacks[0]
+        self.hidden_bytes = job.weight_bytes  # `x` of the tower: of a hidden state between its layers
         own_job = job_of_tower(tower, job)
         self.layer = LayerActivations(tower.encoder, own_job, own_job.batch, self.hidden_bytes)
-        self.patches = own_job.batch.tokens
-        self.hidden = self.patches * tower.encoder.hidden
+        self.patches = own_job.batch.tokens  # of all tiles
+        self.hidden = self.patches * tower.encoder.hidden  # numbers of their hidden states
         self.pixels = own_job.batch.rows * tower.tile**2
-        self.tokens = own_job.batch.rows * tower.tokens
+        self.tokens = own_job.batch.rows * tower.tokens  # that stand for all tiles in the decoder
 
     def inputs(self) -> list[Term]:
         """Return the batch's images, which are there all the time that a step takes."""
@@ -58,15 +52,12 @@ class TowerActivations:
         encoder, a, x = self.tower.encoder, self.job.arithmetic_bytes, self.hidden_bytes
         in_mlp = (3 * x + NORM_BYTES) * encoder.hidden + 2 * a * encoder.intermediate
         in_attention = (2 * x + NORM_BYTES + 5 * a) * encoder.hidden
-        what, formula = (
-            "hidden states, and what one layer makes of them",
-            "N max((3 x + 4) Hv + 2 Iv a, (2 x + 4 + 5 a) Hv)",
-        )
+        what, formula = "what one layer makes of them", "N max((3 x + 4) Hv + 2 Iv a, (2 x + 4 + 5 a) Hv)"
         cast = max(linear.weights for linear in self.stack.linears) * a * self.job.autocasts
         each = self.tower.channels * x + PIXEL_MASK_BYTES  # the tower copies tiles that are not padding
         return [
             activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each),
-            activations(f"vision tower: {what}", formula, self.patches * max(in_mlp, in_attention)),
+            activations(f"vision tower: hidden states, and {what}", formula, self.patches * max(in_mlp, in_attention)),
             Term(Part.WEIGHTS, "autocast's copy of a matrix of the vision tower", "Hv Iv a", cast),
         ]
 
