@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerControl, TrainerState, TrainingArguments
 
 from bench.apart import measured_apart
 from bench.clock import Clock
@@ -45,7 +45,15 @@ class StepMeter(Clock):
     peak_bytes: int = 0
     tracker: MemoryTracker = field(default_factory=lambda: MemoryTracker(vocab_size=0, rounded_to=1))
 
-    def on_step_begin(self, *_: object, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **__: object) -> None:
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **_: object,
+    ) -> None:
         """Begin to count."""
         if self.step:
             states = [value for state in optimizer.state.values() for value in state.values()]

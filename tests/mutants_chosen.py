@@ -500,7 +500,7 @@ CHECKPOINTS = (
         "common/training/checkpoints.py",
         "        if name not in there:\n            raise",
         "        if name not in there:\n            continue\n        if name not in there:\n            raise",
-        _faults("checkpoints", "a_missing_and_a_further_file_are_caught"),
+        _faults("checkpoints", "a_cut_a_missing_and_a_further_file_are_caught"),
     ),
     Fault(
         "the checkpoint before is removed before the new one is whole",

@@ -9,9 +9,8 @@ The notebook runs the same steps cell by cell.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
-from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -59,22 +58,19 @@ def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> Metrics:
     return stored
 
 
-def judges_of(
-    log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, has_room: bool, merged: Merged | None = None
-) -> Iterator[Judge]:
-    """Yield the judges of a model: itself if it is tuned, the original base (or the quantized one), an independent one.
+def original_judge(log: RunRecorder, tokenizer: Tokenizer) -> Iterator[Judge]:
+    """Yield the original base as a judge, with which scores compare with LoRA's, and free it afterwards."""
+    original = load_base_model(log.run, whole_model_on(log.rank.device), quantized=False)
+    yield Judge("base", original, tokenizer)
+    free_model(original)
 
-    With the original base scores compare with LoRA's.
-    """
-    if merged:
-        yield Judge("tuned", model, tokenizer)
+
+def judges_before(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, has_room: bool) -> Iterator[Judge]:
+    """Yield the judges of the quantized base: the original one, or without room itself; and an independent one."""
     if has_room:
-        with waiting_on_host(model) if merged else nullcontext():
-            original = load_base_model(log.run, whole_model_on(log.rank.device), quantized=False)
-            yield Judge("base", original, tokenizer)
-            free_model(original)
+        yield from original_judge(log, tokenizer)
     else:
-        yield Judge("base", model, tokenizer, merged.without_adapter if merged else nullcontext)
+        yield Judge("base", model, tokenizer)
     yield from independent_judges(log.run, log.rank.device)
 
 
@@ -90,7 +86,7 @@ def evaluate_before(
     if not has_room and log.rank.is_main:
         print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
     with log.phase("baseline evaluation"):
-        return evaluate(model, tokenizer, data.test, judges_of(log, model, tokenizer, has_room), log, "before")
+        return evaluate(model, tokenizer, data.test, judges_before(log, model, tokenizer, has_room), log, "before")
 
 
 def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
@@ -107,12 +103,29 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
     return loop
 
 
+def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer, has_room: bool) -> Merged:
+    """Save the adapter, and merge it into the de-quantized and into the original base."""
+    with log.phase("merge and reload"):
+        return merge_both_ways(log, loop, tokenizer, has_room)
+
+
+def judges_after(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, merged: Merged) -> Iterator[Judge]:
+    """Yield the judges of a tuned model: itself, the original base (or the quantized one), and an independent one."""
+    yield Judge("tuned", model, tokenizer)
+    if merged.has_room:
+        with waiting_on_host(model):
+            yield from original_judge(log, tokenizer)
+    else:
+        yield Judge("base", model, tokenizer, merged.without_adapter)
+    yield from independent_judges(log.run, log.rank.device)
+
+
 def evaluate_after(
     log: RunRecorder, merged: Merged, tokenizer: Tokenizer, data: Splits
 ) -> dict[str, Evaluation | None]:
     """Evaluate what was trained (`after`), and the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
-        judges = judges_of(log, merged.tuned, tokenizer, merged.has_room, merged)
+        judges = judges_after(log, merged.tuned, tokenizer, merged)
         found = {
             "after": evaluate(merged.tuned, tokenizer, data.test, judges, log, "after"),
             "after_original_base": None,
@@ -120,7 +133,7 @@ def evaluate_after(
         if merged.has_room:
             with waiting_on_host(merged.tuned):
                 model = load_base_model(log.run, whole_model_on(log.rank.device), source=log.folder / ON_ORIGINAL)
-                judges, when = judges_of(log, model, tokenizer, True, merged), "after_original_base"
+                judges, when = judges_after(log, model, tokenizer, merged), "after_original_base"
                 found[when] = evaluate(model, tokenizer, data.test, judges, log, when)
                 free_model(model)
         return found

@@ -56,7 +56,7 @@ class Merged:
     without_adapter: Callable[[], AbstractContextManager] = nullcontext
 
 
-def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, has_room: bool) -> Merged:
+def merge_both_ways(log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase, has_room: bool) -> Merged:
     """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
 
     Rank 0 writes, and merges in the host's memory, as there are two unquantized models. The adapter on a newly
@@ -66,28 +66,27 @@ def merge(log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBa
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    with log.phase("merge and reload"):
-        run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
-        batch, expected, _ = save_and_free(loop, folder / "adapter")
-        differences, error = {}, None
-        if log.rank.is_main:
-            load = partial(load_base_model, run, device)
-            differences["adapter"] = reloaded_difference(run, folder / "adapter", load, batch, expected, log.memory)
-            error = _save_merged(run, folder, tokenizer)
-        wait_for_everyone()
-        if not has_room:
-            adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-            return Merged(adapted.get_base_model().eval(), False, differences, {}, error, adapted.disable_adapter)
-        tuned = load_base_model(run, device, source=folder / "merged")
-        with comparing(tuned, expected, log.memory):
-            differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
-        losses = {"merged": validation_loss(tuned, loop, tokenizer)}
-        with waiting_on_host(tuned):
-            on_original = load_base_model(run, device, source=folder / ON_ORIGINAL)
-            differences[ON_ORIGINAL] = (next_token_logits(on_original, batch) - expected).abs().max().item()
-            losses[ON_ORIGINAL] = validation_loss(on_original, loop, tokenizer)
-            free_model(on_original)
-        return Merged(tuned, True, differences, losses, error)
+    run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
+    batch, expected, _ = save_and_free(loop, folder / "adapter")
+    differences, error = {}, None
+    if log.rank.is_main:
+        load = partial(load_base_model, run, device)
+        differences["adapter"] = reloaded_difference(run, folder / "adapter", load, batch, expected, log.memory)
+        error = _save_merged(run, folder, tokenizer)
+    wait_for_everyone()
+    if not has_room:
+        adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
+        return Merged(adapted.get_base_model().eval(), False, differences, {}, error, adapted.disable_adapter)
+    tuned = load_base_model(run, device, source=folder / "merged")
+    with comparing(tuned, expected, log.memory):
+        differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
+    losses = {"merged": validation_loss(tuned, loop, tokenizer)}
+    with waiting_on_host(tuned):
+        on_original = load_base_model(run, device, source=folder / ON_ORIGINAL)
+        differences[ON_ORIGINAL] = (next_token_logits(on_original, batch) - expected).abs().max().item()
+        losses[ON_ORIGINAL] = validation_loss(on_original, loop, tokenizer)
+        free_model(on_original)
+    return Merged(tuned, True, differences, losses, error)
 
 
 def validation_loss(model: torch.nn.Module, loop: TrainingLoop, tokenizer: PreTrainedTokenizerBase) -> float:

@@ -35,7 +35,13 @@ class StepMeter(TrainerCallback):
 
     @override
     def on_step_begin(
-        self, _: object, state: TrainerState, __: object, model: Module, optimizer: Optimizer, **___: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Module,
+        optimizer: Optimizer,
+        **_: object,
     ) -> None:
         if state.global_step == state.max_steps - 1:
             parts = {"weights": tensors_of(model), "optimizer": state_tensors(optimizer)}

@@ -80,8 +80,9 @@ def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Callable[[Batch], 
         work(batch)
     if loop.rank.device != "cpu":
         torch.accelerator.synchronize()
+    taken_s = time.perf_counter() - start_s
     loop.optimizer.zero_grad()
-    return max(gather_object([time.perf_counter() - start_s]))
+    return max(gather_object([taken_s]))
 
 
 def _batch(loop: TrainingLoop, rows: list[int]) -> Batch:

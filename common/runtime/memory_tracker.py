@@ -107,11 +107,15 @@ class MemoryTracker(TorchDispatchMode):
         return made
 
     def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> str:
-        if func is torch.ops.aten._to_copy.default and self.part_of.get(_storage_of(args[0]), [""])[0] == "weights":
+        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == "weights":
             return "weights"  # autocast's copy in the precision of the arithmetic
         if self.new_part == "activations" and tensor.dim() and tensor.shape[-1] == self.vocab_size:
             return "logits"
         return self.new_part
+
+    def _part(self, tensor: torch.Tensor) -> str | None:
+        entry = self.part_of.get(_storage_of(tensor))
+        return entry[0] if entry else None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:

@@ -216,9 +216,12 @@ class Trial:
 
 
 PHASE_OF = {  # phases of a plan by a workflow's name of them; others are called the same
-    **dict.fromkeys(("load model and data", "load data", "build trainer"), "loading"),
-    **dict.fromkeys(("merge and reload", "save and reload"), "merging"),
+    "load model and data": "loading",
+    "load data": "loading",
+    "build trainer": "loading",
     "sum up": TRAINING,
+    "merge and reload": "merging",
+    "save and reload": "merging",
 }
 
 

@@ -88,10 +88,10 @@ class UpdateReport(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        *_: object,
+        control: TrainerControl,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        **__: object,
+        **_: object,
     ) -> None:
         # warm-up begins at a rate of 0, with which nothing is updated
         if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
@@ -99,7 +99,7 @@ class UpdateReport(TrainerCallback):
 
     @override
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, *_: object, model: torch.nn.Module, **__: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
     ) -> None:
         if self.before:
             pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
@@ -130,7 +130,9 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
@@ -142,7 +144,7 @@ class ProgressReport(TrainerCallback):
 
     @override
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, *_: object, logs: dict[str, float], **__: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: object
     ) -> None:
         # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)

@@ -220,6 +220,9 @@ def verify(folder: Path) -> dict[str, Any]:
     for name, file in files.items():
         if name not in there:
             raise _damaged(folder, f"{name} is missing")
+        size = (folder / name).stat().st_size
+        if size != file["bytes"]:
+            raise _damaged(folder, f"{name} has {size:,} of {file['bytes']:,} bytes")
         if digest_of(folder / name) != file["sha256"]:
             raise _damaged(folder, f"{name} has other bytes than were written")
     return listed["about"]

@@ -77,7 +77,7 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     While a layer computes, the next one is gathered; in the backward pass the one before. What ranks hold parts of
     already (`load_parts`) stays where it is.
     """
-    loaded, layers = _set_aside(model), layers_of(model)
+    loaded, layers = _put_on_meta(model), layers_of(model)
     offload = CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy()
     for module in [*reversed(layers), model]:  # a layer inside another one comes before it
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision(run), offload_policy=offload)
@@ -88,7 +88,7 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     return model
 
 
-def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
+def _put_on_meta(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
     """Put whole weights on `meta`, which `fully_shard` takes, in the places of loaded parts; return these places."""
     places: list[tuple[torch.nn.Module, str, DTensor]] = []
     stand_ins: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied

@@ -29,7 +29,11 @@ COUNTED_ROWS = 10_000  # of more rows, so many are counted: a second on one core
 
 
 def check_training(loop: TrainingLoop) -> list[dict[str, object]]:
-    """Return each rank's machine, device, samples and tokens; check that all worked, and rows were used as often."""
+    """Return each rank's machine, device, samples and tokens, the same list on every rank.
+
+    Raises:
+        RuntimeError: a rank trained on no row, or rows were skipped or repeated.
+    """
     work, rank = loop.work, loop.rank
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
@@ -68,7 +72,11 @@ def row_uses(loop: TrainingLoop) -> int:
 
 
 def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict[str, object]:
-    """Return what the record says of training; called on every rank, `world` comes from `check_training`."""
+    """Return what the record says of training; called on every rank, `world` comes from `check_training`.
+
+    `reporting_s`, the part of `train_time_s` that went into logging, validation and checkpoints, is left out of tokens
+    per second and MFU.
+    """
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
     train_time_s, reporting_s = log.phases_s["training"], loop.work.reporting_s
@@ -124,22 +132,23 @@ def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> d
 def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multiplied: int) -> dict[str, object]:
     """Return the floating-point operations per token of a training step on `rows`, and how they are counted.
 
-    As the planner counts them (`StepFlops.useful`), for each row by its own length, without padding. Of a model that
-    the planner does not know, by its weights alone: forward 2N of those that are `multiplied`, the activations'
-    gradients 2N, the weights' gradients 2N of those that are `trained` (Kaplan et al. 2020, section 2.1); with an
-    encoder-decoder a token goes through one of the two, about half of them.
+    As the planner counts them (`StepFlops.useful`), for each row by its own length, without padding. Of a model or an
+    optimizer that the planner does not know, by the weights alone: forward 2N of those that are `multiplied`, the
+    activations' gradients 2N, the weights' gradients 2N of those that are `trained` (Kaplan et al. 2020, section 2.1);
+    with an encoder-decoder a token goes through one of the two, about half of them.
     """
     counted = [rows[place] for place in range(0, len(rows), -(-len(rows) // COUNTED_ROWS))]
     classes = longest_batch(counted, 1, run).classes  # a row alone knows its own label only
     shapes = Counter(replace(longest_batch([row], 1, run), classes=classes) for row in counted)
     try:
-        architecture = architecture_of_run(run, next(iter(shapes)))
+        first = next(iter(shapes))
+        architecture, job = architecture_of_run(run, first), job_of_run(run, first)
     except NotPlannedError:
         halved = 2 if run.goal.summarizes else 1
         formula = "6 per trained weight, 4 per frozen one" + ", halved: encoder or decoder" * run.goal.summarizes
         flops = (4 * multiplied + 2 * min(trained, multiplied)) // halved  # a trained lookup multiplies nothing
         return {"flops_per_token": flops, "flops_formula": f"{formula}; attention's scores are not counted"}
-    job, share, flops, tokens = job_of_run(run, next(iter(shapes))), whole_model(architecture), 0.0, 0
+    share, flops, tokens = whole_model(architecture), 0.0, 0
     for shape, count in shapes.items():
         alone = replace(job, batch=replace(shape, tiles=job.batch.tiles), micro_batches=1)
         flops += count * step_flops(architecture, alone, share).useful

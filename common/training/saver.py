@@ -300,7 +300,9 @@ class SaveSchedule(TrainerCallback):
         self.saved(0)
 
     @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.saved(state.global_step)  # what this run resumes from is saved already
         if any(gather_object([is_asked_to_save()])):
             raise AskedToEndError(

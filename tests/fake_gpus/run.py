@@ -61,13 +61,15 @@ class WaitsByStep(TrainerCallback):
     def __init__(self) -> None:
         self.by_step: dict[int, list[str]] = {}
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         waits.operations = []
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.by_step[state.global_step], waits.operations = waits.operations, []
 
-    def on_train_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         path = Path(args.output_dir).with_name(WAITS.format(os.environ.get("RANK", "0")))
         path.write_text(json.dumps(self.by_step))
 

@@ -176,8 +176,13 @@ def test_any_flipped_byte_and_any_truncation_is_caught(
     outcomes.keep(4, "all", "named and kept aside, the one before is used")
 
 
-def test_a_missing_and_a_further_file_are_caught(whole: Path) -> None:
+def test_a_cut_a_missing_and_a_further_file_are_caught(whole: Path) -> None:
     copy = _copy(whole)
+    written = (copy / "optimizer.pt").read_bytes()
+    (copy / "optimizer.pt").write_bytes(written[:100])
+    with pytest.raises(DamagedCheckpointError, match=rf"optimizer\.pt has 100 of {len(written):,} bytes"):
+        verify(copy)
+    (copy / "optimizer.pt").write_bytes(written)
     (copy / "rng_state.pth").write_bytes(b"put here by somebody")
     with pytest.raises(DamagedCheckpointError, match=r"rng_state\.pth was put beside"):
         verify(copy)

@@ -154,7 +154,7 @@ def test_a_step_s_peak_counts_what_is_alive_at_once() -> None:
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)  # makes nothing but its states, 80,000 bytes
 
     def step() -> bool:
-        meter.on_step_begin(model=layer, optimizer=optimizer)
+        meter.on_step_begin(None, None, None, layer, optimizer)
         hidden = layer(torch.ones(200, 100))  # input and output, 80,000 bytes each
         for _ in range(3):
             hidden = hidden + 1  # one is freed with each that comes

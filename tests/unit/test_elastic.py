@@ -12,7 +12,7 @@ from torch.distributed import HashStore, Store
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.records.store import default_run_name
-from common.runtime.disks import leave_mark, started_before
+from common.runtime.disks import LAUNCHERS, leave_mark, started_before
 from common.runtime.elastic import part_of_this_start, run_as_started
 from common.runtime.world import detect_launcher
 from tests.pace import patient
@@ -134,7 +134,12 @@ def test_ranks_that_one_launcher_starts_again_find_its_mark(tmp_path: Path, monk
     assert started_before(tmp_path) == (False, False)
     leave_mark(tmp_path)
     assert started_before(tmp_path) == (True, True)
-    assert started_before(tmp_path / "of another run") == (False, False)
+    added = tmp_path / "on a machine that was added"
+    assert started_before(added) == (False, False)
+    found_by_another_rank = [mark.name for mark in (tmp_path / LAUNCHERS).iterdir()]
+    with monkeypatch.context() as of_two_ranks:
+        of_two_ranks.setattr("common.runtime.disks.gather_object", lambda own: own + found_by_another_rank)
+        assert started_before(added) == (True, False)
     monkeypatch.setattr("os.getppid", os.getpid)  # another launcher
     assert started_before(tmp_path) == (False, False)
 

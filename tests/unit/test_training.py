@@ -162,8 +162,15 @@ def test_of_an_encoder_decoder_texts_and_summaries_are_counted_each_in_its_half(
     assert training_flops(run, [SUMMARY_ROW], 1, 1)["flops_per_token"] == round(expected / (4 + 3))
 
 
-def test_of_a_model_that_the_planner_does_not_know_the_weights_alone_are_counted(tmp_path: Path) -> None:
-    run = run_of_shape(tmp_path, {**SMALL_LLAMA, "model_type": "unheard-of"})
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [({"model_type": "unheard-of"}, {}), ({}, {"optim": "adafactor"})],
+    ids=["model", "optimizer"],
+)
+def test_of_what_the_planner_does_not_know_the_weights_alone_are_counted(
+    tmp_path: Path, shape: dict[str, str], settings: dict[str, str]
+) -> None:
+    run = run_of_shape(tmp_path, {**SMALL_LLAMA, **shape}, **settings)
     assert training_flops(run, LEARNT_ROWS, 10, 100) == {
         "flops_per_token": 6 * 10 + 4 * 90,
         "flops_formula": "6 per trained weight, 4 per frozen one; attention's scores are not counted",
