@@ -301,7 +301,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"gradient_checkpointing is True, but parallel is {run.parallel}, which is not tested with it: pass "
          "--gradient_checkpointing false."),
         (run.torch_compile and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
-         f"torch_compile is True, but parallel is {run.parallel}, which is not tested with it: pass --torch_compile false."),
+         f"torch_compile is True, but parallel is {run.parallel}, not tested with it: pass --torch_compile false."),
         (run.torch_compile and run.loop != "trainer",
          f"torch_compile is True, but loop is {run.loop}: pass --torch_compile false."),
         (run.method.has_adapters and run.target_modules == "all",

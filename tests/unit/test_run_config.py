@@ -90,7 +90,7 @@ NOT_OF_CLASSIFICATION = [
     ),
     ({**TENSOR_PARALLEL, "task": "chat"}, "task is chat, but technique is full and parallel tp: it is done with"),
     ({**TENSOR_PARALLEL, "precision": "bf16"}, "parallel is tp, but precision is bf16: pass --precisi"),
-    ({**TENSOR_PARALLEL, "gradient_checkpointing": True}, "gradient_checkpointing is True, which tp is not"),
+    ({**TENSOR_PARALLEL, "gradient_checkpointing": True}, "gradient_checkpointing is True, but parallel is tp"),
     ({**TENSOR_PARALLEL, "optim": "adafactor"}, "optim is adafactor, which tensor parallelism cannot divide"),
     ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
     ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
