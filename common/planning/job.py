@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.base.errors import BadInputError, NotPlannedError
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack, read_architecture
@@ -176,7 +176,7 @@ class Job(HasSpecs):
             raise NotPlannedError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
         for is_broken, complaint in _contradictions(self):
             if is_broken:
-                raise BadInputError(complaint)
+                raise NotPlannedError(complaint)
 
     @property
     def reads_reference(self) -> bool:
