@@ -126,7 +126,7 @@ def cluster_of(options: PlannerOptions) -> Cluster:
     chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
     count = options.gpus or len(chosen)
     if len(chosen) not in (1, count):
-        raise BadInputError(f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each in order.")
+        raise BadInputError(f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each of them.")
     chosen = chosen * count if len(chosen) == 1 else chosen
     per_node = count // options.nodes
     if options.link == "nvlink" and chosen[0].nvlink_bridge and per_node > 2:
@@ -138,7 +138,7 @@ def cluster_of(options: PlannerOptions) -> Cluster:
 def _one_gpu(name: str, options: PlannerOptions) -> Gpu:
     if options.gpu_memory_gib:
         if options.gpu_tflops is None:
-            raise BadInputError(f"--gpu-memory-gib describes {name}: pass its (dense) --gpu-tflops, too.")
+            raise BadInputError(f"--gpu-memory-gib describes {name}: pass its --gpu-tflops, too (dense).")
         rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), options.gpu_tflops)
         return Gpu(name, options.gpu_memory_gib, 0, rates, 1000, 4, "by hand")
     if name.lower() == "cpu":
