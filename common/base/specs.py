@@ -35,8 +35,7 @@ class Parallelism:
 
     name: str
     label: str  # in tables
-    # when it fits: a template with `devices`, `micro_batches`, and `idle`, the share of time that a device waits
-    why: str
+    why: str  # when it fits: a template with `devices`, `micro_batches`, and `idle`, the share of time without work
     splits_rows: bool = False  # each rank works on rows of its own (data parallel)
     splits_layers: bool = False  # each device holds some of the layers
     pipelines: bool = False  # micro-batches are in flight on several stages; else one device computes after the other
