@@ -141,7 +141,7 @@ class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
     Raises:
-        BadInputError: Settings contradict each other.
+        NotPlannedError: Settings contradict each other.
     """
 
     technique: str
