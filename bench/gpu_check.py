@@ -88,8 +88,8 @@ class NotDoneError(Exception):
         self.record: Record = {"status": status, "why": why, **about}
 
 
-def output_of(command: Sequence[str], limit_s: float) -> str:
-    """Return what a process says that ends well.
+def output_of(command: Sequence[str], limit_s: float, **about: Any) -> str:
+    """Return what a process says that ends well; `about` is kept in the record of one that does not.
 
     Raises:
         NotDoneError: it did not, or hung, or the budget was over.
@@ -99,9 +99,9 @@ def output_of(command: Sequence[str], limit_s: float) -> str:
     if code == 0:
         return ended.stdout
     if code is None and limit_s < PART_S:
-        raise NotDoneError(f"the budget was over after {limit_s:.0f} s of it: {MORE}")
+        raise NotDoneError(f"the budget was over after {limit_s:.0f} s of it: {MORE}", **about)
     output = ended.stdout.splitlines()[-KEPT_LINES:]
-    raise NotDoneError(why_ended(code, ended.stdout, limit_s), FAILS, exit_code=code, output=output)
+    raise NotDoneError(why_ended(code, ended.stdout, limit_s), FAILS, exit_code=code, output=output, **about)
 
 
 def look_at_machine(limit_s: float) -> Record:
@@ -211,8 +211,13 @@ def try_folder(own: RunConfig, devices: Devices, limit_s: float) -> Record:
     settings, length = fitting_settings(own, devices), str(batch_on(own, devices)[1])
     with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
         command = ["-m", "common.preflight", own.run_folder, "--json", file.name, "--seq-len", length]
-        output_of([*command, *(f"--{name}={value}" for name, value in settings.items())], min(limit_s, PART_S))
-        return judged(json.loads(Path(file.name).read_text(encoding="utf-8")))
+        command += [f"--{name}={value}" for name, value in settings.items()]
+        output = output_of(command, min(limit_s, PART_S), settings=settings).splitlines()[-KEPT_LINES:]
+        figures = Path(file.name).read_text(encoding="utf-8")
+    if not figures:
+        why = "the preflight ended with exit code 0, but wrote no figures: `output` has what it said"
+        raise NotDoneError(why, FAILS, exit_code=0, output=output, settings=settings)
+    return judged(json.loads(figures))
 
 
 def judged(figures: Record) -> Record:
@@ -247,7 +252,8 @@ def run_tests(kind: str, limit_s: float, tests: Sequence[str] = (TESTS, NOT_SHAR
     said += [name.rpartition("::")[2] for name in named]
     record = {"why": "; ".join(said), "counts": counts, "failed_tests": named}
     if named or ended.returncode not in (0, None):
-        return {**record, "status": FAILS, "output": ended.stdout.splitlines()[-KEPT_LINES:]}
+        output = ended.stdout.splitlines()[-KEPT_LINES:]
+        return {**record, "status": FAILS, "exit_code": ended.returncode, "output": output}
     return {**record, "status": WORKS if "passed" in counts and ended.returncode == 0 else LEFT_OUT}
 
 

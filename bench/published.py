@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, find_gpu
-from common.planning.architectures import FAMILIES, Architecture
+from common.planning.architectures import FAMILIES, Architecture, StackKind
 from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
 from common.planning.job import BatchShape, Job, Loop
 from common.planning.model_configs import LARGEST_SIZE
@@ -203,12 +203,6 @@ def errors_by_source() -> list[dict[str, Any]]:
     return [*rows, together | errors_of(held_out_points(), LIKELY)]
 
 
-def safe_share(chosen: Iterable[Point]) -> float:
-    """Return the share of the figures of what was reserved or shown that are at most the safe one."""
-    are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
-    return sum(are_safe) / len(are_safe)
-
-
 def points_of(source: str) -> list[Point]:
     """Return a source's points."""
     return [point for point in points() if point.source == source]
@@ -384,7 +378,7 @@ def _architecture(name: str) -> Architecture:
     linears = tuple(
         replace(linear, outputs=width) if linear.name in ("key", "value") else linear for linear in stack.linears
     )
-    return replace(architecture, kv_heads=kv_heads, stacks=(replace(stack, kind="decoder", linears=linears),))
+    return replace(architecture, kv_heads=kv_heads, stacks=(replace(stack, kind=StackKind.DECODER, linears=linears),))
 
 
 if __name__ == "__main__":

@@ -85,8 +85,10 @@ def main() -> None:
     }
     parser = OneSentenceParser(description=__doc__)
     parser.add_argument("command", choices=[*printed, "name-model"])
-    parser.add_argument("--alias", default="", help="with name-model: the model's name; an empty one: none")
+    parser.add_argument("--alias", help="with name-model: the model's name; an empty one: none")
     options = parser.parse_args()
+    if (options.command == "name-model") != (options.alias is not None):
+        parser.error(f"the command is {options.command}: name-model needs --alias NAME, the others take none")
     if options.command in printed:
         print(printed[options.command]())
     elif not options.alias:

@@ -1,4 +1,4 @@
-"""The tables of chats: the README's, LoRA's (2.1), DDP's (2.2), those of docs/results.md, and runs side by side."""
+"""The tables of chats: the README's, LoRA's (2.1), DDP's (2.2), and those of docs/results.md."""
 
 import io
 import json

@@ -27,6 +27,7 @@ ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
 FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
 # What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list of what its `compare` returns
 LLAMA_CPP_FILE = REPOSITORY / "bench" / "llama_cpp.json"
+BENCH_FILE = REPOSITORY / "bench" / "bench.json"  # what `make bench` measured
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
@@ -160,25 +161,7 @@ def _tests(rows: Iterable[Outcome]) -> str:
     return ", ".join(f"[{Path(test).name}](../{test})" for test in dict.fromkeys(row["test"] for row in rows))
 
 
-# -- tables
-
-
-FIGURES = (
-    Column("Noticed", "noticed_s", "{:.1f}", none="", missing=""),
-    Column("Ended", "ended_s", "{:.1f}", none="", missing=""),
-    Column("Steps", "lost_steps", none="", missing=""),
-    Column("Min", "lost_minutes", "{:.2f}", none="", missing=""),
-    Column("Save", "held_up_s", "{:.2f}", none="", missing=""),
-)
-ABOUT = (
-    Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}"),
-    Column("Tests", "tests"),
-    Column("With", "technique"),
-    Column("Outcome", "outcome"),
-)
-# -- of the benchmark
-
-BENCH_FILE = REPOSITORY / "bench" / "bench.json"
+# -- rows of the benchmark
 
 
 def _entries(_: list[Record]) -> Iterator[Row]:
@@ -224,6 +207,22 @@ def _bar(entry: Outcome) -> str:
     return f"{'≥' if entry['bar_is'] == 'at least' else '≤'} {shown}"
 
 
+# -- tables
+
+
+FIGURES = (
+    Column("Noticed", "noticed_s", "{:.1f}", none="", missing=""),
+    Column("Ended", "ended_s", "{:.1f}", none="", missing=""),
+    Column("Steps", "lost_steps", none="", missing=""),
+    Column("Min", "lost_minutes", "{:.2f}", none="", missing=""),
+    Column("Save", "held_up_s", "{:.2f}", none="", missing=""),
+)
+ABOUT = (
+    Column("Fault", lambda row: f"{row['fault']}. {FAULTS[row['fault']]}"),
+    Column("Tests", "tests"),
+    Column("With", "technique"),
+    Column("Outcome", "outcome"),
+)
 BENCH_FIGURES = (
     Column("What", "what"),
     Column("Measured", "found", _measured),

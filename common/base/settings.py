@@ -76,7 +76,7 @@ class ModelSettings:
     model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     model_revision: str = setting("", "With a model of the Hub: a branch, tag or commit; empty = its main branch.")
     weights: Literal["pretrained", "random"] = setting(
-        "pretrained", "random = random weights in the model's shape, with the embedded tokenizer."
+        "pretrained", "random = random weights and the embedded tokenizer, for memory and speed without a download."
     )
     precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = setting(
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
@@ -120,7 +120,9 @@ class DataSettings:
     label_column: str = setting("label", "With classification: the column with the labels.", CLASSIFICATION)
     summary_column: str = setting("summary", "With summarization: the column with the summaries.", SUMMARIZATION)
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
-        "assistant", "With messages: learn every answer, the last one, what is before it, or every token.", ONE_ANSWER
+        "assistant",
+        "With messages: learn every answer (assistant), the last (completion), what is before it (prompt), or all.",
+        ONE_ANSWER,
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
@@ -131,7 +133,7 @@ class DataSettings:
         0.0, "With messages: fraction of rows that may lack an answer within max_length.", FRACTION, MESSAGES
     )
     long_texts: Literal["cut", "refuse"] = setting(
-        "cut", "What happens to rows beyond max_length and summaries beyond max_target_length; those cut are counted."
+        "cut", "Rows beyond max_length, summaries beyond max_target_length: cut = cut and counted; refuse = refused."
     )
     control_tokens: Literal["text", "refuse"] = setting(
         "text", "What happens to control tokens in texts, such as <|im_end|>; text = they are read as characters."
@@ -140,7 +142,7 @@ class DataSettings:
         "refuse", "With classification and summarization: what happens to rows with an empty column.", TEXTS
     )
     shared_rows: Literal["auto", "refuse", "skip"] = setting(
-        "auto", "Training rows that are test rows, too: skip = left out; auto = messages are refused, texts reported."
+        "auto", "Training rows among test rows: skip = left out; refuse; auto = messages are refused, texts reported."
     )
     train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
     validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.", AT_LEAST_1_OR_ALL)
@@ -252,7 +254,9 @@ class ParallelismSettings:
         const="cpu",
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
-        "after", "With loop machines: gradients are averaged after the backward pass or during it.", MACHINES_LOOP
+        "after",
+        "With loop machines, gradients are averaged after the backward pass, overlapped with it, or so, sent as bf16.",
+        MACHINES_LOOP,
     )
     bucket_cap_mb: float = setting(25.0, "With loop machines: MiB of gradients sent at once.", ABOVE_0, MACHINES_LOOP)
     link: str = setting(
@@ -271,7 +275,11 @@ class EvaluationSettings:
     _argument_group_name = "evaluation"
     eval_steps: float = setting(0.05, "Steps (below 1: share) between validations.", ABOVE_0, STEPS_OR_SHARE)
     save_steps: float = setting(
-        0.0, "Steps (below 1: share of all) between full states; 0 = by max_lost_minutes.", AT_LEAST_0, STEPS_OR_SHARE
+        0.0,
+        "Steps (below 1: share of all) between full states, with one at the end; 0 = by max_lost_minutes, and at the "
+        "end if at most 1 GiB.",
+        AT_LEAST_0,
+        STEPS_OR_SHARE,
     )
     max_lost_minutes: float = setting(
         15.0,

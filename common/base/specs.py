@@ -35,7 +35,7 @@ class Parallelism:
 
     name: str
     label: str  # in tables
-    why: str  # when it fits: a template with `devices`, `micro_batches`, and `idle`, the share of time that a device is
+    why: str  # when it fits: a template with `devices`, `micro_batches`, and `idle`, the share of time without work
     splits_rows: bool = False  # each rank works on rows of its own (data parallel)
     splits_layers: bool = False  # each device holds some of the layers
     pipelines: bool = False  # micro-batches are in flight on several stages; else one device computes after the other
@@ -56,7 +56,7 @@ class Parallelism:
 
     @property
     def divides_tensors(self) -> bool:
-        """Whether a rank holds parts of tensors, whose models answer in the format of the matrix products."""
+        """Whether tensors are divided among ranks: sharded by FSDP or ZeRO, or by tensor parallelism."""
         return bool(self.shards) or self.splits_matrices
 
     @property
@@ -75,14 +75,14 @@ class Parallelism:
         return "weights" in self.shards
 
     @property
-    def collects_gradients(self) -> bool:
-        """Whether gradients have a buffer that is never freed (ZeRO's stage 3: `grad_partitions_flat_buffer`)."""
+    def is_zero_3(self) -> bool:
+        """ZeRO's stage 3: modules gather their weights, gradients have a lasting `grad_partitions_flat_buffer`."""
         return self.uses_deepspeed and self.shards_weights
 
     @property
     def calls_whole_head(self) -> bool:
-        """Whether a rank has the whole head while its model is called: ZeRO's stage 3 gathers module by module."""
-        return not (self.splits_layers or self.splits_matrices or self.collects_gradients)
+        """Whether a rank has the whole head while its model is called."""
+        return not (self.splits_layers or self.splits_matrices or self.is_zero_3)
 
     @property
     def uses_fsdp(self) -> bool:
@@ -127,7 +127,7 @@ class Task:
     classifies: bool = False  # a row has one label; else tokens are predicted
     summarizes: bool = False  # a row has a text to read and another one to write, by an encoder-decoder
     sees: bool = False  # a row is a conversation about a picture, which a vision tower turns into tokens
-    compares: bool = False  # a row is a prompt with a better and a worse answer, compared as a reference model does
+    compares: bool = False  # a row is a prompt with a better and a worse answer, compared with what a reference finds
 
     @property
     def title(self) -> str:

@@ -21,6 +21,7 @@ from common.base.errors import BadInputError, reading
 from common.base.paths import REPOSITORY
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
+from common.base.specs import Parallelism
 from common.data.pairs import encode_pairs
 from common.data.row_checks import say_once
 from common.data.rows import Row, Splits, place_of, shown, texts_of, tokens_in
@@ -114,10 +115,13 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def check_threads(run: RunConfig) -> None:
-    """Raise BadInputError where a CPU run asks for more threads than this machine has, or one for each device."""
+    """Raise BadInputError where a CPU run asks for more threads than this machine has; each rank may have one."""
     ranks, most = run.ranks_per_node, threads_per_rank(run.ranks_per_node)
     if run.threads > most:
-        raise BadInputError(f"threads is {run.threads} for each of {ranks} ranks here: pass --threads {most} at most.")
+        raise BadInputError(
+            f"threads is {run.threads} for each of {ranks} ranks here, but this machine has {os.cpu_count()}: pass "
+            f"--threads {most} at most."
+        )
 
 
 def check_optimizer(run: RunConfig) -> None:
@@ -174,9 +178,8 @@ def check_training_rows(run: RunConfig, rows: Sequence[Row]) -> None:
 
 
 def _check_parallelism(run: RunConfig) -> None:
-    if (run.parallelism.divides_tensors or run.parallelism.pipelines) and run.parallelism.part == type(
-        run.parallelism
-    ).part:
+    holds_a_part = run.parallelism.divides_tensors or run.parallelism.pipelines
+    if holds_a_part and run.parallelism.part == Parallelism.part:
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row names no part of its own."
         )
@@ -187,7 +190,9 @@ def _check_pairs(run: RunConfig) -> None:
     if not (run.goal.compares and run.method.has_adapters):
         return
     if "lm_head" in run.target_names:
-        raise BadInputError(f"target_modules is {run.target_modules}, but DPO's loss reads no adapter of lm_head.")
+        raise BadInputError(
+            f"target_modules is {run.target_modules}, but DPO reads no adapter of the head: leave lm_head out."
+        )
     if run.lora_dropout:  # model and reference are to be alike at first
         raise BadInputError(f"lora_dropout is {run.lora_dropout}, but DPO trains without it: pass --lora_dropout 0.")
 
@@ -198,7 +203,7 @@ def results_of(run: RunConfig) -> Path:
 
 
 def check_results_folder(run: RunConfig) -> None:
-    """Raise BadInputError unless results can be written, and go into no folder that no run has made."""
+    """Raise BadInputError unless results can be written, and their folder is new, or a run made it."""
     results = results_of(run)
     folder = results.parent
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
@@ -217,18 +222,19 @@ def check_folder(run: RunConfig) -> None:
         return
     own, main = literal_of(REPOSITORY / run.run_folder), getattr(sys.modules["__main__"], "RUN", None)
     is_started = isinstance(main, RunConfig) and main.run_folder == run.run_folder
+    others = ""
     if run.task != own.task:
         setting, does = "task", own.task
     elif is_started and main.loop != run.loop:
         setting, does = "loop", main.loop
     elif not workflow_does(own, run.technique, run.parallel):
         setting = "technique" if run.technique != own.technique else "parallel"
-        does = f"{own.technique} with {own.parallel}"
+        does, others = f"{own.technique} with {own.parallel}", " (`python -m common.dry_run` and the planner take any)"
     else:
         return
     raise BadInputError(
         f"{setting} is {getattr(run, setting)}, but the workflow of {run.run_folder} is for {does}: leave --{setting} "
-        "out, or go to another workflow or folder."
+        f"out, or go to another workflow or folder{others}."
     )
 
 

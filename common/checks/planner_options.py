@@ -49,7 +49,7 @@ class PlannerOptions:
     task: str | None = shared("task", None, "Without it: by --classes, --target-len and --tiles, or chat.")
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
-    gpu: str | None = setting(None, "Once for all, or for each in order; else this machine's GPUs.", action="append")
+    gpu: str | None = setting(None, "Once for all, or for each; without it: this machine's GPUs.", action="append")
     gpus: int | None = setting(None, "Number of GPUs, over all nodes.", aliases=("--devices",))
     nodes: int = setting(1, "Machines.")
     gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
@@ -58,26 +58,27 @@ class PlannerOptions:
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
     max_length: int = setting(1024, "Tokens per row.", aliases=("--seq-len", "--seq_len"))
     max_target_length: int | None = setting(
-        None, "Tokens per summary (a row's).", aliases=("--target-len", "--target_len")
+        None, "Tokens per summary; without it: as a row.", aliases=("--target-len", "--target_len")
     )
-    tiles: int | None = setting(None, "Squares that a picture is cut into (as the processor cuts a square).")
+    tiles: int | None = setting(None, "Squares that a picture is cut into; without it: of a square picture.")
     freeze_vision_tower: bool = shared("freeze_vision_tower", True)
     classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
     lora_r: int = shared("lora_r", 8)
-    target_modules: str | None = shared("target_modules", None, "Layers to train, such as q_proj,v_proj (all).")
+    target_modules: str | None = shared("target_modules", None, "Layers, such as q_proj,v_proj; without it: all.")
     lora_dropout: float = shared("lora_dropout", 0.0)
     precision: Precision | None = shared("precision", None, "Without it: the usual one, as the GPUs have it.")
-    quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
+    quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights; without it: nf4.")
     optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
     attention: Literal["eager", "sdpa", "flash"] = shared("attention", "sdpa", "Kernel; flash = flash-attn.")
     use_liger_kernel: bool = shared("use_liger_kernel", False, "Plan with Liger's fused kernels.")
     torch_compile: bool = shared("torch_compile", False, "Plan with layers compiled by torch.compile.")
     gradient_checkpointing: bool | None = shared(
-        "gradient_checkpointing", None, "Without it: where it does not fit otherwise.", nargs="?", const=True
-    )
+        "gradient_checkpointing", None, "Without it: where needed, with --no-gradient-checkpointing never.",
+        nargs="?", const=True,
+    )  # fmt: skip
     micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
     dp_replicate_size: int | None = shared(
-        "dp_replicate_size", None, "With fsdp: sharded copies of the model (one; on several machines also one on each)."
+        "dp_replicate_size", None, "With fsdp: sharded copies; without it: one, on several machines also one on each."
     )
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")

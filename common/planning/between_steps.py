@@ -66,7 +66,7 @@ class BetweenSteps:
             return []  # they are in the host's memory
         if not job.method.has_adapters:
             return self.base_weights()
-        limit = ZERO_WHOLE_BELOW * self.architecture.hidden * job.parallelism.collects_gradients
+        limit = ZERO_WHOLE_BELOW * self.architecture.hidden * job.parallelism.is_zero_3
         whole = small_adapter_weights(self.architecture, job, self.share, limit)
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
         return [
@@ -123,7 +123,7 @@ class BetweenSteps:
 
     def _buffers(self) -> list[Term]:
         job, each, sharing, trained = self.job, self.job.trained_bytes, self.job.parallelism, self.trained
-        of_tower, has_parts = self.trained_of_tower * job.has_buckets, sharing.collects_gradients and not job.offload
+        of_tower, has_parts = self.trained_of_tower * job.has_buckets, sharing.is_zero_3 and not job.offload
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
         received = neighbours * self.hidden_size(job.batch.tokens) * sharing.pipelines
         reduced = min(self.architecture.hidden**2, trained) * sharing.uses_deepspeed

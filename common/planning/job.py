@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from common.base.errors import BadInputError, NotPlannedError
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, HasSpecs, Task
-from common.planning.architectures import Architecture, Linear, Stack, read_architecture
+from common.planning.architectures import Architecture, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
@@ -80,7 +80,7 @@ class BatchShape:
 
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""
-        return self.target_length or self.length if stack.kind == "cross-decoder" else self.length
+        return self.target_length or self.length if stack.kind == StackKind.CROSS_DECODER else self.length
 
     def tokens_in(self, stack: Stack) -> int:
         """Return the tokens of all rows that the stack's layers work on."""
@@ -93,7 +93,8 @@ class BatchShape:
     def attentions_in(self, stack: Stack) -> list[tuple[int, int]]:
         """Return, for each attention of a layer, how many tokens of a row attend, and to how many."""
         length = self.length_in(stack)
-        return [(length, length), (length, self.length)] if stack.kind == "cross-decoder" else [(length, length)]
+        across = [(length, self.length)] if stack.kind == StackKind.CROSS_DECODER else []
+        return [(length, length), *across]
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
     Raises:
-        BadInputError: Settings contradict each other.
+        NotPlannedError: Settings contradict each other.
     """
 
     technique: str
@@ -176,7 +177,7 @@ class Job(HasSpecs):
             raise NotPlannedError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
         for is_broken, complaint in _contradictions(self):
             if is_broken:
-                raise BadInputError(complaint)
+                raise NotPlannedError(complaint)
 
     @property
     def reads_reference(self) -> bool:

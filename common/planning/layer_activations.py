@@ -55,7 +55,7 @@ class LayerActivations:
 
         (deepspeed/runtime/zero/linear.py: `LinearFunctionForZeroStage3`.)
         """
-        return self.job.trains(linear) or self.job.parallelism.collects_gradients
+        return self.job.trains(linear) or self.job.parallelism.is_zero_3
 
     @property
     def casts_inputs(self) -> bool:

@@ -5,7 +5,7 @@
 A step has several moments at which the most may be alive: when the loss is computed, when the first layer is back-
 propagated, when the optimizer steps. `DeviceSums._lasting` and `_at_work` say what is alive in which; the peak is the
 highest. The activations' terms say what PyTorch's autograd keeps, operation by operation, as the dry run shows it
-(tests compare both over a grid).
+(tests compare both over a grid). Terms of no bytes, whose factor is a condition that does not hold, are left out.
 
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, C those of a chunk, H
 hidden size, I the MLP's size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the
@@ -155,7 +155,7 @@ class DeviceSums(BetweenSteps):
             # what waits for the backward pass
             (saved, of_layers),
             (self.layers_saved(one_left=not self.keeps_inputs), [when.FIRST_LAYER_BACKWARD]),
-            (times_each(saved * self.keeps_inputs, 1, "gradients: "), [when.FIRST_LAYER_BACKWARD]),
+            (times_each(saved, 1, "gradients: ") if self.keeps_inputs else [], [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
             (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
             (self._embeddings_saved(self.stacks) + self.encoders_output, [when.LAST_LAYER_BACKWARD]),
@@ -246,7 +246,7 @@ class DeviceSums(BetweenSteps):
     def _gradients(self, count: int, what: str) -> list[Term]:
         """Return the gradients of so many weights; none where they have a buffer, or wait in the host's memory."""
         job, sharing = self.job, self.job.parallelism
-        elsewhere = job.has_buckets or sharing.collects_gradients or (job.offload and sharing.shards_weights)
+        elsewhere = job.has_buckets or sharing.is_zero_3 or (job.offload and sharing.shards_weights)
         ranks = job.shard_ranks if "gradients" in sharing.shards else 1
         return [numbers(Part.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 

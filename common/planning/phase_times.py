@@ -14,9 +14,8 @@ from common.planning.step_speed import BANDWIDTH_REACHED, KERNEL_SETS, LAUNCH_S,
 
 DISK_GB_PER_S = 2.0  # assumed: each weight is read once (local NVMe drives reach 2 to 7)
 FILE_BYTES = 2  # of a weight in the files that are read
-HAND_OVER_S = (
-    100e-6  # assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits
-)
+# assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits
+HAND_OVER_S = 100e-6
 ASSUMED_QUESTIONS = 100  # of the test, where a plan is of no run
 
 
@@ -69,7 +68,7 @@ def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: 
     weights = quantized * QUANTIZED_BYTES[job.quantization]
     weights += (architecture.parameters - quantized) * job.whole_model_bytes
     tokens = rows * shape.beams * (shape.prompt_length + shape.new_tokens / 2)
-    keys = 2 * architecture.layers * tokens * architecture.kv_heads * architecture.head_dim * job.whole_model_bytes
+    keys = 2 * architecture.layers * tokens * architecture.key_size * job.whole_model_bytes
     read_s = (weights + keys) / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
     launches_s = architecture.layers * KERNEL_SETS[job.kernels].kernels * LAUNCH_S
     return max(read_s, launches_s) + HAND_OVER_S * (stages if stages > 1 else 0)

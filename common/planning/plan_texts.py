@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from common.hardware.devices import Gpu
+from common.planning.architectures import StackKind
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
 from common.planning.shares import part_of_rank, sees, whole_model
-from common.planning.terms import DeviceMemory
+from common.planning.terms import DeviceMemory, Part
 from common.planning.tower_activations import TowerActivations
 
 
@@ -68,10 +69,11 @@ def phase_that_is_too_large(plan: Plan) -> str:
 
 def _what_would_help(plan: Plan) -> str:
     job, parts = plan.job, plan.fullest[0].parts_gib
-    passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
-    states = parts["optimizer"] + parts["gradients"] > parts["weights"]
+    passing = parts[Part.ACTIVATIONS] + parts[Part.LOGITS] > 0.5 * sum(parts.values())
+    states = parts[Part.OPTIMIZER] + parts[Part.GRADIENTS] > parts[Part.WEIGHTS]
+    keeps_most = not job.gradient_checkpointing and parts[Part.ACTIVATIONS] > parts[Part.WEIGHTS]
     remedies = [
-        "gradient checkpointing" if not job.gradient_checkpointing and parts["activations"] > parts["weights"] else "",
+        "gradient checkpointing" if keeps_most else "",
         "shorter rows (--seq-len)" if passing else "",
         "adapters instead of all weights (--technique lora)" if not job.method.has_adapters and not passing else "",
         "a smaller --lora-rank" if job.method.has_adapters and states else "",
@@ -210,21 +212,20 @@ def _letters(plan: Plan) -> str:
         )
     return (
         f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}"
-        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
-        f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
-        f"V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, x = {hidden_bytes(architecture, job)}, "
-        f"w = {job.weight_bytes} bytes"
+        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, Q = {architecture.query_size:,}, "
+        f"K = {architecture.key_size:,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
+        f"x = {hidden_bytes(architecture, job)}, w = {job.weight_bytes} bytes"
     )
 
 
 def _letters_of_evaluation(plan: Plan) -> str:
     """Return the same of the phases beside training."""
     architecture, shape = plan.architecture, plan.job.evaluation
-    layers = sum(stack.layers for stack in architecture.stacks if stack.kind != "encoder")
+    layers = sum(stack.layers for stack in architecture.stacks if stack.kind != StackKind.ENCODER)
     return (
         f"B = {shape.rows} rows, S = {shape.prompt_length} tokens to read (validated {shape.length}), "
         f"N = {shape.new_tokens} new ones, T = B S, L = {layers} layers, H = {architecture.hidden:,}, "
-        f"I = {architecture.intermediate:,}, Q = {architecture.heads * architecture.head_dim:,}, "
-        f"K = {architecture.kv_heads * architecture.head_dim:,}, V = {architecture.vocab:,}, "
+        f"I = {architecture.intermediate:,}, Q = {architecture.query_size:,}, "
+        f"K = {architecture.key_size:,}, V = {architecture.vocab:,}, "
         f"a = {plan.job.whole_model_bytes} bytes"
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from common.base.errors import BadInputError
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
@@ -311,22 +311,22 @@ def _check_fit(architecture: Architecture, job: Job) -> None:
     batch, name, tower = job.batch, architecture.name, architecture.tower
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
         if length > architecture.max_length:
-            raise BadInputError(
+            raise NotPlannedError(
                 f"{option} {length} is longer than {name} can read: pass {option} {architecture.max_length} or less."
             )
     if batch.target_length and len(architecture.stacks) == 1:
-        raise BadInputError(
+        raise NotPlannedError(
             f"--target-len is {batch.target_length}, but {name} is no encoder-decoder, and has no summaries of another "
             "length than its rows: leave it out, or pass --model bart-large-cnn."
         )
     if not batch.tiles:
         return
     if tower is None:
-        raise BadInputError(
+        raise NotPlannedError(
             f"--tiles is {batch.tiles}, but {name} has no vision tower: leave it out, or pass --model smolvlm-instruct."
         )
     if (tokens := batch.tiles * tower.tokens) >= batch.length:
-        raise BadInputError(
+        raise NotPlannedError(
             f"--seq-len is {batch.length}, but a picture of {batch.tiles} squares takes {batch.tiles} x {tower.tokens} "
             f"= {tokens:,} tokens of {name}: pass a longer --seq-len, or fewer --tiles."
         )
@@ -335,7 +335,8 @@ def _check_fit(architecture: Architecture, job: Job) -> None:
         ("--parallel", job.parallel, batch.goal.parallelisms),
     ):
         if value not in known:
-            raise BadInputError(f"{option} is {value}, but models with pictures are trained with {' or '.join(known)}.")
+            known = " or ".join(known)
+            raise NotPlannedError(f"{option} is {value}, but models with pictures are trained with {known}.")
 
 
 def plan_run(

@@ -1,6 +1,5 @@
 """Searches for the number at which an answer changes."""
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
@@ -28,7 +27,10 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
         else:
             high, at = at, at - distance
         distance *= 2
-    return low + bisect_left(range(low + 1, high), True, key=lambda number: not holds(number))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:

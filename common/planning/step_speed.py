@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 
 from common.base.errors import NotPlannedError
 from common.hardware.devices import GIB, Gpu
-from common.planning.architectures import Architecture, Stack, Tower
+from common.planning.architectures import Architecture, Stack, StackKind, Tower
 from common.planning.job import Job, Kernels
 from common.planning.shares import Share, sees, trains_head, whole_model
 from common.planning.tower_activations import job_of_tower
@@ -131,7 +131,7 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
 def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
     own_job = job_of_tower(tower, job)
     encoder = _flops_of_layers(tower.encoder, own_job, whole_model(tower.encoder))
-    connector = 2.0 * own_job.batch.rows * tower.tokens * tower.connector.inputs * tower.connector.outputs
+    connector = 2.0 * own_job.batch.rows * tower.tokens * tower.connector.weights
     if not job.trains_tower:
         attention = encoder.attention / (_forward_passes(job) + BACKWARD_PASSES)
         return StepFlops(encoder.forward + connector, 0.0, 0.0, 0.0, attention)
@@ -139,16 +139,16 @@ def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
 
 
 def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
-    batch, queries = job.batch, architecture.heads * architecture.head_dim
+    batch, queries = job.batch, architecture.query_size
     layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
     for stack, count in zip(architecture.stacks, share.layers, strict=True):
         for linear in stack.linears:
             twice_tokens = count * 2 * batch.tokens_into(linear, stack)
-            layers += twice_tokens * linear.inputs * linear.outputs
-            trained += twice_tokens * linear.inputs * linear.outputs * job.trains(linear)
+            layers += twice_tokens * linear.weights
+            trained += twice_tokens * linear.weights * job.trains(linear)
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
         for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
-            is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
+            is_causal = stack.kind != StackKind.ENCODER and number == 0  # cross attention reads the whole text
             attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
     head = 2 * batch.sequences * job.head_positions * architecture.vocab * architecture.hidden * share.has_head
     forward = layers + attention + adapters + head
@@ -191,14 +191,13 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
     """Count those of matrices that are multiplied and their results, of adapters, of 4-bit weights, and of the loss."""
     a, kernels, forward_passes, count = job.arithmetic_bytes, KERNEL_SETS[job.kernels], _forward_passes(job), 0.0
     # numbers that an adapter reads and writes in a step, per input and per output of its projection
-    per_input, per_output = (
-        forward_passes * forward + backward for forward, backward in (kernels.adapter_inputs, kernels.adapter_outputs)
-    )
+    (forward_in, backward_in), (forward_out, backward_out) = kernels.adapter_inputs, kernels.adapter_outputs
+    per_input, per_output = forward_passes * forward_in + backward_in, forward_passes * forward_out + backward_out
     makes_copies = job.autocasts and not job.method.quantizes  # of fp32 weights in 16 bits, in each forward pass
     for stack, layers in zip(architecture.stacks, share.layers, strict=True):
         count += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
-            tokens, size = job.batch.tokens_into(linear, stack), linear.inputs * linear.outputs
+            tokens, size = job.batch.tokens_into(linear, stack), linear.weights
             passes = forward_passes + 1 + job.trains(linear)
             count += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
             count += layers * forward_passes * (4 + a) * size * makes_copies
@@ -212,8 +211,8 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
 def _between_products(architecture: Architecture, job: Job, stack: Stack) -> float:
     """Return the numbers that a layer's other operations read and write in a forward pass, for all tokens."""
     kernels, batch = KERNEL_SETS[job.kernels], job.batch
-    queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
-    blocks = 3 if stack.kind == "cross-decoder" else 2
+    queries, keys = architecture.query_size, architecture.key_size
+    blocks = 3 if stack.kind == StackKind.CROSS_DECODER else 2
     if architecture.family.is_llama_like:
         hidden = kernels.norm + RESIDUAL
         per_token = kernels.rotary * (queries + keys) + kernels.gate * architecture.intermediate

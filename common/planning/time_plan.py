@@ -13,10 +13,10 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, Block
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
-from common.planning.searches import once_for_each, smallest_ratio
+from common.planning.searches import smallest_ratio
 from common.planning.shares import (
     Share,
     part_of_rank,
@@ -240,8 +240,9 @@ def step_time(
     """
     part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
-    seconds = once_for_each(lambda device: device[2].compute_s(part, job, device[1], device[0]), devices)
-    updates_s = once_for_each(lambda device: _optimizer_s(part, job, device[0], device[1]), devices)
+    known = {(gpu, share, speed): speed.compute_s(part, job, share, gpu) for gpu, share, speed in set(devices)}
+    seconds = [known[device] for device in devices]
+    updates_s = [_optimizer_s(part, job, gpu, share) for gpu, share, _ in known]
     optimizer_s = max(updates_s) / job.accumulation_steps
     sent, communication_s, links = _communication(architecture, job, cluster)
     exposed_s = communication_s
@@ -259,9 +260,9 @@ def step_time(
         backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
         exposed_s = max(0.0, communication_s - slowest * backward_share)
     if parallelism.replicates:  # gradients stay where they are until the last micro-batch
-        sent, communication_s, exposed_s = (
-            each / job.accumulation_steps for each in (sent, communication_s, exposed_s)
-        )
+        sent /= job.accumulation_steps
+        communication_s /= job.accumulation_steps
+        exposed_s /= job.accumulation_steps
     return StepTime(
         slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
@@ -350,7 +351,7 @@ def summed_bytes(architecture: Architecture, job: Job) -> float:
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
         by_columns = sum(not linear.ends_block for linear in adapted)
         trained = adapted or [linear for linear in stack.linears if job.trains(linear)]
-        trains_attention = any(linear.block == "attention" for linear in trained)
+        trains_attention = any(linear.block == Block.ATTENTION for linear in trained)
         # of the first layer's two sums in the backward pass, those of inputs that depend on nothing trained
         needless = 0 if job.trains_all else 2 - trains_attention
         total += stack.layers * (by_columns + passes * (len(adapted) - by_columns)) * between * a

@@ -15,6 +15,7 @@ from common.reporting.rows import ANSWER_METRICS, Metric, Row, completed, in_ord
 class OwnTable:
     """What is shown of a task's runs; `Task.reporting` names it."""
 
+    runs: str  # what its runs are, in "no ... is completed yet"
     metrics: Sequence[Metric]  # the one to look at first before the others
     rows: Callable[[list[Record]], Iterable[Row]]  # the lines of `--results`, of records of any task
     columns: Sequence[str | Column]
@@ -23,7 +24,7 @@ class OwnTable:
         """Return the table for a terminal."""
         columns, rows = list(map(column, self.columns)), self.rows(records)
         cells = [[each.cell(row) for each in columns] for row in rows]
-        return fitted([each.title for each in columns], cells) if cells else "no such run is completed yet"
+        return fitted([each.title for each in columns], cells) if cells else f"no {self.runs} is completed yet"
 
 
 # -- text classification (3.1)
@@ -53,6 +54,7 @@ ALLOWED = _measured_in_the_run("Allowed", "strong", "allowed_speedup", "{:.2f}x"
 SHARE = _measured_in_the_run("Share", "reached", "share_of_allowed", "{:.2f}")
 PEAKS = "planned as Peak GiB, planned / measured"
 CLASSIFICATION = OwnTable(
+    "classification run",
     (
         Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
         Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
@@ -96,6 +98,7 @@ LOOP = Column("Loop", "config.loop", LOOPS.get)
 ROUGE_L_BEFORE, ROUGE_L, ROUGE_L_BOTH = score("ROUGE-L", "rougeL", "{:.3f}")
 EXACT_BEFORE, EXACT, EXACT_BOTH = score("To the letter", "exact_share", "{:.0%}", over_seeds=False)
 SUMMARIZATION = OwnTable(
+    "summarization run",
     (
         Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
         Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
@@ -109,6 +112,7 @@ SUMMARIZATION = OwnTable(
 # -- questions about pictures (3.3)
 
 PICTURES = OwnTable(
+    "run about pictures",
     ANSWER_METRICS,
     partial(settings_of_task, task="visual_questions"),
     ("setting", "right_before as Before", "commonest as Commonest", "right_after as After", "swapped as Swapped",
@@ -129,6 +133,7 @@ DATES = Column("Invented dates", partial(_changed, name="invented_dates_share", 
 FACTS = Column("Facts", partial(_changed, name="facts_said_share", form=in_percent), missing=NO_BASELINE)
 WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=NO_BASELINE)
 PREFERENCES = OwnTable(
+    "run on pairs of answers",
     (
         Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
         Metric("facts_said_share", "facts said", "higher", "{:.0%}"),

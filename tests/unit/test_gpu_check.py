@@ -425,6 +425,23 @@ def test_the_tests_outcome_is_what_pytest_says(
     monkeypatch.setattr(gpu_check, "run_process", lambda command, limit_s: CompletedProcess(command, exit_code, output))
     record = gpu_check.run_tests("cpu", 60.0)
     check_told({"tests/gpu": record}, {"tests/gpu": (status, why)})
+    assert ("exit_code" in record) == (status == FAILS)
+    assert record.get("exit_code") in (None, exit_code)
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "why"),
+    [("print('nothing')", 0, "wrote no figures"), ("import sys; sys.exit('error: too large')", 1, "too large")],
+)
+def test_a_preflight_that_fails_leaves_its_settings(
+    program: str, exit_code: int, why: str, out: Path, machine: Callable
+) -> None:
+    machine(facts_of(), {"2.1": program})
+    code, parts = outcome(out, "--only", "2.1")
+    found = parts["2.1 LoRA"]
+    assert (code, found["status"], found["exit_code"]) == (1, FAILS, exit_code)
+    assert why in found["why"]
+    assert found["settings"]["report_to"] == "none"
 
 
 def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,10 @@ def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig, tmp
             {"technique": "full"},
             r"technique is full, but the workflow of 2\.1_lora_finetuning.* is for lora with single",
         ),
-        ({"parallel": "mp", "stages": 2}, r"parallel is mp, but the workflow of 2\.1.* is for lora with single"),
+        (
+            {"parallel": "mp", "stages": 2},
+            r"parallel is mp, but the workflow of 2\.1.* is for lora with single.*planner take any",
+        ),
     ):
         with pytest.raises(BadInputError, match=said):
             check_folder(replace(run_config, **settings))

@@ -15,14 +15,17 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.inputs import check_inputs
+from common.data.rows import Splits
 from common.data.splits import load_splits
 from common.hardware.devices import find_gpu
+from common.models import placement
 from common.models.loading import load_base_model, load_tokenizer, model_without_weights
 from common.models.placement import auto_map, check_fits, check_placement_and_memory, place_stages, placement_table
 from common.planning import device_maps
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, evaluation_of_run
 from common.planning.plans import Plan, plan_run
+from common.training.loop import plan_training
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
@@ -289,6 +292,33 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
         monkeypatch.setattr(f"{module}.cpu_device", lambda: replace(find_gpu("a5000"), memory_gib=0.001))
     with pytest.raises(BadInputError, match="cannot fit"):
         check_placement_and_memory(run, splits, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("run", "batch", "why"),
+    [
+        (
+            RunConfig(task="visual_questions", technique="lora", model="smolvlm-instruct"),
+            BatchShape(2, 153, 20, task="visual_questions"),
+            "a picture of 17 squares takes 17 x 81 = 1,377 tokens",
+        ),
+        (RunConfig(model="roberta-large", task="classification"), BatchShape(2, 513, 1, classes=2), "513 is longer"),
+    ],
+    ids=["a picture that is not square", "longer than the config says"],
+)
+def test_a_run_that_the_planner_cannot_plan_trains_without_a_plan(
+    run: RunConfig, batch: BatchShape, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = evaluation_of_run(run, batch)
+    for name, value in (("tokens_of", []), ("longest_batch", batch), ("evaluation_of_rows", evaluation)):
+        monkeypatch.setattr(placement, name, lambda *_, value=value: value)
+    checked = check_placement_and_memory(run, Splits([], [], []), None)
+    assert checked == replace(run, per_device_eval_batch_size=run.rows_evaluated_at_once)
+    log = SimpleNamespace(run=run, gpu=lambda: find_gpu("a6000"), rank=SimpleNamespace(is_main=True))
+    assert plan_training(log, batch, evaluation) is None
+    said = capsys.readouterr().out
+    assert said.startswith("no plan: ")
+    assert why in said
 
 
 def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:

@@ -19,7 +19,6 @@ from bench.published import (
     held_out_points,
     points,
     points_of,
-    safe_share,
     sources,
     verdicts_on,
 )
@@ -101,7 +100,8 @@ def test_constants_are_the_best_for_the_source_that_they_are_fitted_to(
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole logits", "chunks"])
 def test_19_of_20_figures_of_the_source_that_it_is_fitted_to_are_at_most_the_safe_one(is_whole: bool) -> None:
     chosen = [point for point in points_of(CALIBRATION) if bool(point.job.loop.logit_bytes) == is_whole]
-    assert 0.95 <= safe_share(chosen) < 0.97
+    are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
+    assert 0.95 <= sum(are_safe) / len(are_safe) < 0.97
 
 
 @pytest.mark.parametrize("source", sources())

@@ -131,7 +131,7 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
 ) -> None:
     """It chats, too, but stands in no table of chats; with a metric that no other task has."""
     metric = Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}")
-    pairs = OwnTable((metric,), lambda records: completed(records, task="pairs"), ("seed", "steps"))
+    pairs = OwnTable("run on pairs", (metric,), lambda records: completed(records, task="pairs"), ("seed", "steps"))
     monkeypatch.setitem(sys.modules, "pairs", SimpleNamespace(PAIRS=pairs))
     task = replace(TASKS["chat"], name="pairs", folder_for_one="3.9_pairs", reporting="pairs:PAIRS", named_by=("rows",))
     monkeypatch.setitem(TASKS, "pairs", task)
@@ -153,7 +153,7 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
 def test_tables_have_names_of_their_own_and_tasks_what_is_shown_of_them() -> None:
     assert len(TABLES) == sum(len(module.TABLES) for module in MODULES)
     for table in (own_table(task) for task in TASKS.values() if task.reporting):
-        assert (len(table.metrics) > 1, table.text([])) == (True, "no such run is completed yet")
+        assert (len(table.metrics) > 1, table.text([])) == (True, f"no {table.runs} is completed yet")
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:

@@ -51,7 +51,7 @@ def test_the_terminals_table_has_a_line_for_each_setting(
     records: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert CLASSIFICATION.text([]) == "no such run is completed yet"
+    assert CLASSIFICATION.text([]) == "no classification run is completed yet"
     accuracy, lines = (
         measured(records).loc["Full fine-tuning", "Best accuracy"],
         CLASSIFICATION.text(records).splitlines(),

@@ -9,7 +9,7 @@ from common.reporting.tasks import PICTURES
 def test_the_terminal_s_table_has_a_line_for_each_setting() -> None:
     lines = PICTURES.text(kept_records()).splitlines()
     assert any(line.startswith("Full fine-tuning with DDP ") for line in lines)
-    assert PICTURES.text([]) == "no such run is completed yet"
+    assert PICTURES.text([]) == "no run about pictures is completed yet"
 
 
 def test_the_page_has_the_gallery_of_runs_about_pictures() -> None:

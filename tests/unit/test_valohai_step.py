@@ -81,6 +81,15 @@ def test_what_was_named_is_said(
     assert "dataset://summarizer/exec-7" in (folder / "config.json.metadata.json").read_text()
 
 
+@pytest.mark.parametrize("arguments", [["name-model"], ["data-option", "--alias", "summarizer"]])
+def test_an_alias_is_for_naming_and_naming_needs_one(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        call(monkeypatch, *arguments)
+    assert f"the command is {arguments[0]}: name-model needs --alias NAME" in capsys.readouterr().err
+
+
 # -- where the machines of a distributed task meet
 
 
