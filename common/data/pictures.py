@@ -117,7 +117,10 @@ def _opened(reference: str, where: str) -> Iterator[Image.Image]:
         raise BadInputError(f"{what} of more than {MOST_PIXELS:,} pixels: scale it down.") from None
     except Exception as error:  # each of Pillow's formats has classes of its own
         said = "is damaged" if opened else "cannot be read"
-        raise BadInputError(f"{what} that {said} ({begin_of(error)}): replace it by {', '.join(FORMATS)}.") from None
+        raise BadInputError(
+            f"{what} that {said} ({begin_of(error)}): replace it by one of the format {', '.join(FORMATS)}, or leave "
+            "the row out."
+        ) from None
 
 
 def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:

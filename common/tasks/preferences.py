@@ -212,7 +212,8 @@ def evaluate_preferences(
         }
         for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    evaluation = PreferenceEvaluation(scored, log_probs, reference and reference.log_probs, log.run.beta)
+    of_reference = None if reference is None else reference.log_probs
+    evaluation = PreferenceEvaluation(scored, log_probs, of_reference, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
 
