@@ -77,15 +77,6 @@ def open_picture(reference: str, where: str = "a row") -> Image.Image:
         return picture.convert("RGB")
 
 
-def thumbnail_of(reference: str, side: int = 64) -> str:
-    """Return a picture of at most `side` pixels each way, as a `data:` URI of a few kilobytes."""
-    picture = open_picture(reference)
-    picture.thumbnail((side, side))
-    stream = io.BytesIO()
-    picture.quantize(64).save(stream, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
 def _is_transparent(picture: Image.Image) -> bool:
     return picture.mode in TRANSPARENT_MODES or "transparency" in picture.info
 
