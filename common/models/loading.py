@@ -270,12 +270,11 @@ def load_base_model(
     kind = getattr(transformers, run.goal.auto_class)
     if each or unread:
         kind = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
-    if unread:
-        model = load_pretrained(ending_with(kind, unread), run, device_map, source, **settings)
-    elif each:
+    if each and not unread:
         with each_as_it_is_read(kind, each) as watched:
             model = load_pretrained(watched, run, device_map, source, **settings)
     else:
+        kind = ending_with(kind, unread) if unread else kind
         model = load_pretrained(kind, run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 

@@ -212,8 +212,7 @@ def evaluate_preferences(
         }
         for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    of_reference = None if reference is None else reference.log_probs
-    evaluation = PreferenceEvaluation(scored, log_probs, of_reference, log.run.beta)
+    evaluation = PreferenceEvaluation(scored, log_probs, reference.log_probs if reference else None, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
 
