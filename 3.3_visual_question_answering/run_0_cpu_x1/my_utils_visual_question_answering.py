@@ -1,5 +1,7 @@
 """What only this folder needs: a word on what is trained, and a gallery of hits and misses."""
 
+import base64
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill
@@ -8,7 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from peft import PeftModel
 
-from common.data.pictures import open_picture, thumbnail_of
+from common.data.pictures import open_picture
 from common.data.rows import Splits
 from common.models.trained_weights import vision_modules
 from common.runtime.recorder import RunRecorder
@@ -56,6 +58,15 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
         }
         for number in shown
     ]
+
+
+def thumbnail_of(reference: str, side: int = 64) -> str:
+    """Return a picture of at most `side` pixels each way, as a `data:` URI of a few kilobytes."""
+    picture = open_picture(reference)
+    picture.thumbnail((side, side))
+    stream = io.BytesIO()
+    picture.quantize(64).save(stream, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 def _other_pictures(numbers: Iterable[int], data: Splits) -> list[int]:

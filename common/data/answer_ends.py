@@ -50,12 +50,17 @@ def in_time(what: str) -> Iterator[None]:
 def check_named_templates(tokenizer: Tokenizer, model: str) -> None:
     """Refuse chat templates of which none is for rows without tools, or that are no texts."""
     templates = tokenizer.chat_template
-    has_default = not isinstance(templates, dict) or DEFAULT in templates
-    if not has_default or not all(isinstance(each, str) for each in templates_in_use(tokenizer)):
-        found = begin_of(templates if has_default else list(templates), 60)
+    if isinstance(templates, dict) and DEFAULT not in templates:
         raise BadInputError(
-            f"The tokenizer of {model} has the chat template {found}, but needs a text, or one named {DEFAULT}: add it."
+            f"The tokenizer of {model} has chat templates called {', '.join(map(str, templates)) or 'nothing'}, but "
+            f"none called {DEFAULT}, for rows without tools: call one so in its tokenizer_config.json."
         )
+    for each in templates_in_use(tokenizer):
+        if not isinstance(each, str):
+            raise BadInputError(
+                f"The tokenizer of {model} has {begin_of(each, 60)!r} for a chat template, which should be a text: "
+                "correct its tokenizer_config.json, or pass another --model."
+            )
 
 
 def templates_in_use(tokenizer: Tokenizer) -> list[str]:

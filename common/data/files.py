@@ -4,6 +4,7 @@ import codecs
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,7 @@ NOT_FOUND = (404, 410)  # answers of HTTP: there is no such file
 PIECE, LONGEST_LINE = 2**24, 2**30  # characters of a line: read at once, and at most
 BOMB_CHARACTERS, BOMB_LINES, BOMB_RATIO = 2**26, 2**17, 1_000
 """What a compressed file may become: so many characters, or as many times its size; so many lines, or one a byte."""
-SAMPLE_BYTES, SHOWN_AROUND = 2**18, 30  # around a byte that is not UTF-8: by these the encoding is guessed
+SAMPLE_LINES, SAMPLE_BYTES, SHOWN_AROUND = 2_000, 2**18, 30  # around a byte that is not UTF-8, to guess the encoding
 WESTERN = "cp1252"
 OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
 """Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""
@@ -173,22 +174,24 @@ def _is_bomb(source: str) -> BadInputError:
 
 
 def _not_utf8(source: str) -> BadInputError:
-    offset = 0
+    before, offset = deque[bytes](maxlen=SAMPLE_LINES), 0
     with _opened(source) as file:
         for number, line in enumerate(iter(lambda: file.readline(PIECE), b""), 1):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
                 begin, place = max(0, error.start - SAMPLE_BYTES), offset + error.start
-                likely = _likely(line[begin:], error.start - begin, file.read(SAMPLE_BYTES))
+                sample = b"".join(before)[-SAMPLE_BYTES:]
+                likely = _likely(sample, line[begin:], error.start - begin, file.read(SAMPLE_BYTES))
                 return BadInputError(f"{source} is not UTF-8 (line {number}, byte {place}){likely}.")
+            before.append(line[-SAMPLE_BYTES:])
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
 
 
-def _likely(line: bytes, place: int, following: bytes) -> str:
-    """Return which encoding a line probably has, and how it reads around a byte."""
-    matches = from_bytes(line[: place + SAMPLE_BYTES] + following)
+def _likely(preceding: bytes, line: bytes, place: int, following: bytes) -> str:
+    """Return which encoding a line probably has, by the text around it, and how it reads around a byte."""
+    matches = from_bytes(preceding + line[: place + SAMPLE_BYTES] + following)
     best = matches.best()
     if best is None:
         return ": save it as UTF-8"

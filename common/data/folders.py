@@ -74,14 +74,14 @@ def files_of_splits(folder: str, kind: RowKind, config: str) -> dict[str, list[s
     names = names_below(folder, kind.suffixes)
     found = _saved(folder, names) or _of_card(folder, names, config, kind.suffixes)
     if config and not found:
-        raise BadInputError(f"dataset_config is {config!r}, but no card (README.md) in {folder} names it: drop it.")
+        raise BadInputError(f"dataset_config is {config!r}, but no card in the folder {folder} names it: drop it.")
     found = found or by_names(names, kind.suffixes)
     if not found:
         train, there = f"{folder}/train{kind.suffixes[0]}", f" (there are: {shown(names)})" if names else ""
         raise BadInputError(f"The data file {train} does not exist{there}: make it, {kind.holds}.")
     read = {name for files in found.values() for name in files}
     known = _all_suffixes(kind.suffixes)
-    others = [name for name in names if name not in read and "".join(suffixes_of(name)) in known]
+    others = [name for name in names if name not in read and _whole_suffix(name) in known]
     say_once(f"{folder}: these files are not read: {shown(others)}" if others else "")
     for split, files in found.items():
         say_once(f"{folder}: {split} is in {len(files):,} files ({shown(files)})" if len(files) > 1 else "")
@@ -141,7 +141,7 @@ def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[st
     order = {suffix: place for place, suffix in enumerate(_all_suffixes(suffixes))}
     splits: dict[str, list[str]] = {}
     for name in names:
-        if "".join(suffixes_of(name)) in order:
+        if _whole_suffix(name) in order:
             splits.setdefault(_split_of(name), []).append(name)
     unnamed = splits.pop("", [])
     if unnamed and "train" not in splits:
@@ -152,7 +152,7 @@ def by_names(names: Sequence[str], suffixes: Sequence[str]) -> dict[str, list[st
 def _of_one_kind(files: list[str], split: str, order: dict[str, int]) -> list[str]:
     words, groups = SPLIT_WORDS.get(split, ()), {}
     for file in files:
-        stem, suffix = PurePosixPath(file).name.partition(".")[0].lower(), "".join(suffixes_of(file))
+        stem, suffix = PurePosixPath(file).name.partition(".")[0].lower(), _whole_suffix(file)
         is_shard = SHARD.fullmatch(PurePosixPath(file).name)
         surest = words.index(stem) if stem in words and "/" not in file else len(words) + (not is_shard)
         groups.setdefault((surest, suffix), []).append(file)
@@ -172,3 +172,7 @@ def _split_of(name: str) -> str:
 def _all_suffixes(suffixes: Sequence[str]) -> list[str]:
     """Return the suffixes with and without compression, in the order in which they are preferred."""
     return [*suffixes, *(suffix + packed for packed in COMPRESSED for suffix in suffixes if suffix not in BINARY)]
+
+
+def _whole_suffix(name: str) -> str:  # with that of a compression
+    return "".join(suffixes_of(name))

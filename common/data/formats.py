@@ -50,10 +50,10 @@ class Format:
         named = {"id": str(row["id"])} if "id" in row else {}
         if self.messages is None:
             text = columns["text"]
-            if not isinstance(text, str) or not text.strip():
-                raise BadInputError(
-                    f"{where} has {begin_of(text)!r} as its `text`, which should be a text: correct it."
-                )
+            if not isinstance(text, str):
+                raise BadInputError(f"{where} has {begin_of(text)!r} as its `text`, which is no text: correct it.")
+            if not text.strip():
+                raise BadInputError(f"{where} has an empty `text`, of which nothing can be learnt: leave the row out.")
             return {**named, "text": text}
         try:
             messages = self.messages(columns)
@@ -160,7 +160,10 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
         if set(each.needs) <= set(there):
             return each
     if len(columns) == 1:
-        raise BadInputError(f"{source} has the column {names_here} alone: there is no column of answers; add one.")
+        raise BadInputError(
+            f"{source} has the column {names_here} alone: there is no column of answers; add one, or call the column "
+            "text to learn its texts whole."
+        )
     raise BadInputError(
         f"{source} has the columns {names_here}, which are no format that is known here (messages, conversations, "
         "instruction and output, prompt and completion, question and answer, text): name two of them with "
@@ -175,7 +178,9 @@ def refuse_pictures(row: Row, where: str) -> None:
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
         if is_named or _is_picture(value) or (column in ("image", "images") and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or leave it out."
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them (`python -m "
+                "common.data FILE --task visual_questions --model MODEL` looks at its rows), or leave that column out "
+                "to learn from the texts alone."
             )
 
 
@@ -205,7 +210,8 @@ def _normalised(message: object, where: str) -> Message:
         kept["weight"] = 0
     speaker, content = str(message.get("role", message.get("from"))), message.get("content", message.get("value"))
     if speaker not in ROLES:
-        raise BadInputError(f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLES)}.")
+        roles = ", ".join(sorted(set(ROLES.values())))
+        raise BadInputError(f"{where} has a message of the role {speaker!r}: rename it to one of {roles}.")
     if content is None and kept.get("tool_calls"):
         content = ""
     is_number = isinstance(content, int) and not isinstance(content, bool)

@@ -77,15 +77,6 @@ def open_picture(reference: str, where: str = "a row") -> Image.Image:
         return picture.convert("RGB")
 
 
-def thumbnail_of(reference: str, side: int = 64) -> str:
-    """Return a picture of at most `side` pixels each way, as a `data:` URI of a few kilobytes."""
-    picture = open_picture(reference)
-    picture.thumbnail((side, side))
-    stream = io.BytesIO()
-    picture.quantize(64).save(stream, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-
-
 def _is_transparent(picture: Image.Image) -> bool:
     return picture.mode in TRANSPARENT_MODES or "transparency" in picture.info
 
@@ -117,7 +108,10 @@ def _opened(reference: str, where: str) -> Iterator[Image.Image]:
         raise BadInputError(f"{what} of more than {MOST_PIXELS:,} pixels: scale it down.") from None
     except Exception as error:  # each of Pillow's formats has classes of its own
         said = "is damaged" if opened else "cannot be read"
-        raise BadInputError(f"{what} that {said} ({begin_of(error)}): replace it by {', '.join(FORMATS)}.") from None
+        raise BadInputError(
+            f"{what} that {said} ({begin_of(error)}): replace it by one of the format {', '.join(FORMATS)}, or leave "
+            "the row out."
+        ) from None
 
 
 def pixels_of(references: Sequence[str], tokenizer: Tokenizer, noise: float = 0.0) -> dict[str, torch.Tensor]:

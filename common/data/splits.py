@@ -129,7 +129,8 @@ def _splits_on_hub(run: RunConfig) -> dict[str, tuple[Found, str]]:
         found = load_dataset(run.data, run.dataset_config or None, revision=revision, trust_remote_code=False)
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = " ".join(str(error).partition("Example")[0].split())
-        said = f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data."
+        wrong = "--data or --dataset_revision" if run.dataset_revision else "--data"
+        said = f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct {wrong}."
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
             said = f"The dataset {run.data} needs another --dataset_config: {reason}"
         elif "is a gated dataset" in reason:

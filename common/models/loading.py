@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,13 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     ),
     "encoder-decoder": (
         lambda config: config.is_encoder_decoder,
-        "but summaries are written by encoder-decoders: pass --model facebook/bart-large-cnn",
+        "but summaries are written by encoder-decoders: pass --model assets/embedded_summarizer or "
+        "facebook/bart-large-cnn",
     ),
     "vision-language": (
         lambda config: config.model_type in SEEING,
         "which is not one of the kinds that see (Idefics2, Idefics3, SmolVLM): pass --model "
-        "HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
+        "assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
 
@@ -266,12 +267,15 @@ def load_base_model(
         model = _random_model(run, device_map, quantized, each)
         return prepare_quantized(model) if quantized else model
     settings = {"quantization_config": quantization or quantization_config(run)} if quantized else {}
-    kind = nullcontext(getattr(transformers, run.goal.auto_class))
+    kind = getattr(transformers, run.goal.auto_class)
     if each or unread:
-        own = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
-        kind = nullcontext(ending_with(own, unread)) if unread else each_as_it_is_read(own, each)
-    with kind as loader:
-        model = load_pretrained(loader, run, device_map, source, **settings)
+        kind = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
+    if each and not unread:
+        with each_as_it_is_read(kind, each) as watched:
+            model = load_pretrained(watched, run, device_map, source, **settings)
+    else:
+        kind = ending_with(kind, unread) if unread else kind
+        model = load_pretrained(kind, run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 
 

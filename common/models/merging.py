@@ -175,9 +175,11 @@ class MergeNeed:
 def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeNeed:
     """Return what this rank would take, and what its machine has now; in `stages` the first ranks write one each."""
     whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
-    written = whole_bytes // stages
-    if not run.method.quantizes or rank.device == "cpu":  # else dequantized on the host, if the GPU has no room
-        written = min(written, file_bytes(written) if stages > 1 else int(PLAIN_FILE_BYTES))  # file by file
+    own_bytes = whole_bytes // stages
+    if run.method.quantizes and rank.device != "cpu":  # dequantized on the host, where the GPU has no room
+        written = own_bytes
+    else:  # file by file
+        written = min(own_bytes, file_bytes(own_bytes) if stages > 1 else int(PLAIN_FILE_BYTES))
     free, disk = psutil.virtual_memory().available, shutil.disk_usage(results).free
     return MergeNeed(socket.gethostname(), written if rank.rank < stages else 0, free, whole_bytes, disk)
 

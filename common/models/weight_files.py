@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from common.base.errors import BadInputError, reading
 from common.base.loggers import silent
@@ -18,7 +19,7 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 
 AGAIN = "copy or download it again (`hf download`, or `git lfs pull` what is only a pointer), or pass another --model."
-# they list what a checkpoint lacks (a classifier's head), and what the library's own tensor parallel does not divide
+# one lists what a checkpoint lacks (a classifier's head), the other what the library's own tensor parallel leaves whole
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 
@@ -151,8 +152,10 @@ def _as_loaded(
 ) -> tuple[PreTrainedModel, dict]:
     """Return a model on `meta`, and what Transformers says of its loading from weights of these names and shapes."""
     weights = {name: torch.empty(weight.shape, device="meta") for name, weight in stored.items()}
-    without_progress = patch("transformers.utils.logging._tqdm_active", False)
-    with silent(*LOADING_LOGGERS), without_progress, torch.random.fork_rng(devices=[]):
+    with silent(*LOADING_LOGGERS), torch.random.fork_rng(devices=[]), ExitStack() as afterwards:
+        if is_progress_bar_enabled():
+            disable_progress_bar()
+            afterwards.callback(enable_progress_bar)
         return kind.from_pretrained(
             None,
             config=config,

@@ -104,17 +104,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
     to, is_hub = options.to, options.to == "hub"
-    for is_wrong, refusal in (
-        (is_hub and options.repo_id.count("/") != 1, "--to hub needs --repo_id NAME/MODEL."),
-        (is_hub and options.output, f"--to hub keeps no folder here: leave --output {options.output} out."),
-        (options.push and not is_hub, f"--push uploads to the Hub, but --to is {to}: leave --push out."),
-        (
-            options.weight_type and to not in ("gguf", "ollama"),
-            f"--weight_type is for --to gguf or ollama, but --to is {to}: leave it out.",
-        ),
-    ):
-        if is_wrong:
-            raise BadInputError(refusal)
+    if is_hub and options.repo_id.count("/") != 1:
+        raise BadInputError("--to hub needs --repo_id NAME/MODEL.")
+    if is_hub and options.output:
+        raise BadInputError(f"--to hub keeps no folder here: leave --output {options.output} out.")
+    if options.push and not is_hub:
+        raise BadInputError(f"--push uploads to the Hub, but --to is {to}: leave --push out.")
+    if options.weight_type and to not in ("gguf", "ollama"):
+        raise BadInputError(f"--weight_type is for --to gguf or ollama, but --to is {to}: leave it out.")
     options.weight_type = options.weight_type or WEIGHT_TYPE
     return options
 

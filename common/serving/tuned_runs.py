@@ -146,14 +146,18 @@ def check_adapter(adapter: Path) -> dict[str, Any]:
     others = sorted(set_so - MADE_BY_RUNS)
     patterns = chain.from_iterable(_texts(settings.get(name)) for name in PATTERNS)
     slow = [pattern for pattern in patterns if len(QUANTIFIER.findall(pattern)) > MOST_QUANTIFIERS]
-    kind, values = settings.get("peft_type"), begin_of([settings[name] for name in others])
-    for is_strange, what in (
-        (kind != "LORA", f"is of the kind {kind!r}, and runs make LORA"),
-        (others, f"sets {shown(others)} ({values}), which no run does"),
-        (slow, f"has the pattern {begin_of(shown(slow), 60)!r}, which no run makes"),
-    ):
-        if is_strange:
-            raise BadInputError(f"{CONFIG_NAME} of {adapter} {what}. {AGAIN}")
+    kind, found = settings.get("peft_type"), f"{CONFIG_NAME} of {adapter}"
+    if kind != "LORA":
+        raise BadInputError(f"{found} is of the kind {kind!r}, and runs make LORA. {AGAIN}")
+    if others:
+        why = "which no run does"
+        if set_so & {"megatron_core", "megatron_config"}:
+            why = "by which PEFT would import a module, and no code of others is run"
+        raise BadInputError(
+            f"{found} sets {shown(others)} ({begin_of([settings[name] for name in others])}), {why}. {AGAIN}"
+        )
+    if slow:
+        raise BadInputError(f"{found} has the pattern {begin_of(shown(slow), 60)!r}, which no run makes. {AGAIN}")
     return settings
 
 

@@ -212,7 +212,7 @@ def evaluate_preferences(
         }
         for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    evaluation = PreferenceEvaluation(scored, log_probs, reference and reference.log_probs, log.run.beta)
+    evaluation = PreferenceEvaluation(scored, log_probs, reference.log_probs if reference else None, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
 

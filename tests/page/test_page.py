@@ -226,7 +226,7 @@ def test_texts_of_a_record_do_nothing_and_details_load_from_files_beside_the_pag
     run["gallery"][0] |= {"question": HOSTILE, "picture": "javascript:document.title='ran'", HOSTILE: HOSTILE}
     for most in (10**7, 0):
         monkeypatch.setattr(page_module, "MOST_BYTES_WITHIN", most)
-        page_module._write(tmp_path / "own.html", [], [run])
+        page_module.write_page(tmp_path / "own.html", [], [run])
         assert (tmp_path / "results_details" / "0.js").exists() == (most == 0)
         drawn(driver, tmp_path / "own.html")
         assert driver.execute_script("return [document.body.dataset.ran ?? null, document.title.includes('ran')]") == [

@@ -106,7 +106,7 @@ class Watched:
         return json.loads((self.large.results / FILE.format(rank)).read_text())
 
     def base_bytes(self, rank: int, phase: str) -> int:
-        """BetweenSteps memory of a rank with the small model, in a phase or before it; or before there is a model."""
+        """Resident memory of a rank with the small model, in a phase or before it; or before there is a model."""
         phases = json.loads((self.small.results / FILE.format(rank)).read_text())
         before = [phases.get(phase, phases["loading"]), phases["loading"], self.held(rank)["start"]]
         return max(each["resident"]["bytes"] for each in before)

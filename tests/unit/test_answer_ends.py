@@ -110,11 +110,19 @@ def test_rows_with_tools_are_written_by_the_template_for_tools(tokenizer: PreTra
     assert [ids[-1] for ids in prompt_ids(rows, tokenizer)] == [ASSISTANT] * 2
 
 
-@pytest.mark.parametrize("templates", [{"tool_use": template("<|end|>")}, {}, {"default": None}, 7])
+@pytest.mark.parametrize(
+    ("templates", "said"),
+    [
+        ({"tool_use": template("<|end|>")}, "has chat templates called tool_use, but none called default"),
+        ({}, "has chat templates called nothing, but none called default"),
+        ({"default": None}, "has 'None' for a chat template, which should be a text"),
+        (7, "has '7' for a chat template, which should be a text"),
+    ],
+)
 def test_templates_of_which_none_is_for_all_rows_are_refused(
-    tokenizer: PreTrainedTokenizerBase, templates: Any
+    tokenizer: PreTrainedTokenizerBase, templates: Any, said: str
 ) -> None:
-    with pytest.raises(BadInputError, match="chat template"):
+    with pytest.raises(BadInputError, match=said):
         with_chat_template(changed(tokenizer, templates, "<|pad|>"), "mine")
 
 

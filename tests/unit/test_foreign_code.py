@@ -103,8 +103,8 @@ def test_a_kernel_of_the_hub_that_a_config_names_is_not_looked_for(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"megatron_core": "foreign_module", "megatron_config": {"a": 1}}, "foreign_module"),
-        ({"megatron_core": "megatron.evil", "megatron_config": None}, "megatron.evil"),
+        ({"megatron_core": "foreign_module", "megatron_config": {"a": 1}}, "foreign_module.* no code of others is run"),
+        ({"megatron_core": "megatron.evil", "megatron_config": None}, "megatron.evil.* no code of others is run"),
         ({"megatron_config": {"init_method": "x"}}, "megatron_config"),
         ({"peft_type": "PROMPT_TUNING", "tokenizer_kwargs": {"trust_remote_code": True}}, "PROMPT_TUNING"),
         ({"peft_type": "XLORA"}, "XLORA"),

@@ -138,7 +138,7 @@ def test_columns_are_named_by_settings(question: str, answer: str, tmp_path: Pat
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
         ([], {}, "the columns none"),
-        (["Frage"], {}, "column Frage alone: there is no column of answers"),
+        (["Frage"], {}, "column Frage alone: .* add one, or call the column text"),
     ],
 )
 def test_columns_that_are_no_conversation_are_refused(columns: list[str], settings: dict[str, str], said: str) -> None:
@@ -184,9 +184,13 @@ def calling(call: object) -> dict[str, Any]:
         (CHAT, chat(ASKED[0]), "ends with a user message: an assistant's answer"),
         (CHAT, chat(*ASKED, ASKED[0]), "ends with a user message: an assistant's answer"),
         (CHAT, chat(*WITH_TOOL[:3]), "ends with a tool message: an assistant's answer"),
-        (SHAREGPT, spoken_by("alien"), "has a message of the role .*, but the roles are"),
-        (SHAREGPT, spoken_by(["user"]), "has a message of the role .*, but the roles are"),
-        (SHAREGPT, spoken_by(None), "has a message of the role .*, but the roles are"),
+        (
+            SHAREGPT,
+            spoken_by("alien"),
+            "has a message of the role 'alien': rename it to one of assistant, system, tool,",
+        ),
+        (SHAREGPT, spoken_by(["user"]), "has a message of the role .*: rename it"),
+        (SHAREGPT, spoken_by(None), "has a message of the role 'None': rename it"),
         # facts and tools
         (CHAT, {**CHAT, "facts": 5}, "has `facts` that are no list of texts"),
         (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no list of objects: add"),
@@ -215,10 +219,10 @@ def calling(call: object) -> dict[str, Any]:
         (PAIR, {**PAIR, "file_name": "0001.PNG"}, "has .*column 'file_name'"),
         (PAIR, {**PAIR, "seen": [{"bytes": None, "path": "a.png"}]}, "has .*column 'seen'"),
         # plain text
-        (TEXT, {"text": 5}, "has .* as its `text`, which should be a text"),
-        (TEXT, {"text": ["a", "b"]}, "has .* as its `text`, which should be a text"),
-        (TEXT, {"text": ""}, "has '' as its `text`, which should be a text"),
-        (TEXT, {"text": " "}, "has ' ' as its `text`, which should be a text"),
+        (TEXT, {"text": 5}, "has '5' as its `text`, which is no text"),
+        (TEXT, {"text": ["a", "b"]}, "has .* as its `text`, which is no text"),
+        (TEXT, {"text": ""}, "has an empty `text`, of which nothing can be learnt: leave the row out"),
+        (TEXT, {"text": " "}, "has an empty `text`, of which nothing can be learnt"),
     ],
 )
 def test_a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line(
@@ -266,7 +270,9 @@ def test_a_parquet_file_with_pictures_is_refused_unless_the_texts_are_named(colu
     features = Features({column: Image(), "question": Value("string"), "answer": Value("string")})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     data = str(tmp_path / "rows.parquet")
-    assert f"rows.parquet, row 1 has pictures in the column '{column}'" in refusal_of(RunConfig(data=data))
+    refusal = refusal_of(RunConfig(data=data))
+    assert f"rows.parquet, row 1 has pictures in the column '{column}': go to 3.3" in refusal
+    assert "`python -m common.data FILE --task visual_questions --model MODEL`" in refusal
     assert load_splits(RunConfig(data=data, prompt_column="question", completion_column="answer")).train
 
 

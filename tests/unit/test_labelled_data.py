@@ -294,6 +294,7 @@ def test_a_folder_without_training_rows_is_refused(tmp_path: Path, capsys: pytes
 
 
 CAFES = "".join(f"Café Zürich Nr. {number} für Gäste,müde\n" for number in range(20))
+LAST_LINE = "".join(f"Where is ticket number {number}?,tired\n" for number in range(20)) + "Café?,tired\n"
 
 
 @pytest.mark.parametrize(
@@ -304,11 +305,12 @@ CAFES = "".join(f"Café Zürich Nr. {number} für Gäste,müde\n" for number in 
         ("Was kostet das?,50 €\nWie groß?,schön hoch\n", "cp1252"),
         ("Dov'è il vaso della città?,È più in là, perché sì\n", "cp1252"),
         ("Gdzie jest źródło świętej rzeki?,Książka leży na stole, żółw śpi\nKto?,Zażółć gęślą jaźń\n", "cp1250"),
+        (LAST_LINE, "cp1252"),
     ],
 )
 def test_another_encoding_is_refused_with_the_one_that_is_likely(text: str, encoding: str, tmp_path: Path) -> None:
     """The western code page is preferred where it is possible."""
-    whole = f"text,label\n{text if text == CAFES else text * 40}"
+    whole = f"text,label\n{text if text in (CAFES, LAST_LINE) else text * 40}"
     path = write(tmp_path / "rows.csv", whole.encode(encoding))
     likely = (
         r"rows\.csv is not UTF-8 .* probably (\w+), in which the line reads ['\"](.*)['\"]: save it .*iconv -f (\S+) "

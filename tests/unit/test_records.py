@@ -116,6 +116,8 @@ def test_why_a_value_is_bad_is_said_as_a_sentence() -> None:
         name, value = next(iter(bad.items()))
         assert said.startswith(f"{name} is {value!r} (it is no ")
         assert ("besides: 1" in said) == (len(bad) > 1)
+    said = wrong_in(record | {"config": {**record["config"], "task": "counting"}})
+    assert said.startswith("task is 'counting': choose one of 'chat', ")
 
 
 def test_a_completed_run_without_a_figure_is_left_out_and_a_failed_one_is_not(results: Path) -> None:
