@@ -78,7 +78,7 @@ def why_ended(code: int | None, output: str, limit_s: float) -> str:
     """Return why a process did not end well; `code` is None where it was ended after `limit_s` seconds."""
     why = last_error(output)
     if code is None:
-        return f"took longer than {limit_s:.0f} s; its last words: {why}"
+        return f"took longer than {limit_s:g} s; its last words: {why}"
     return f"killed by signal {-code}; its last words: {why}" if code < 0 else why
 
 
