@@ -111,7 +111,8 @@ def check_installed(package: str, asked_by: str, next_step: str) -> None:
 @contextmanager
 def importing_bench(otherwise: str) -> Iterator[None]:
     """Import from `bench` within the block; where only the `common` package is here, refuse with what to do."""
-    sys.path.append(str(REPOSITORY))
+    if str(REPOSITORY) not in sys.path:  # only `common` is installed
+        sys.path.append(str(REPOSITORY))
     try:
         yield
     except ModuleNotFoundError as missing:

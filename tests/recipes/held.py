@@ -133,8 +133,12 @@ class Watched:
 
     def _read(self) -> None:
         while True:
-            self._keep("resident", resident_bytes(), lambda: ("", ""))
+            self.read_resident()
             time.sleep(EVERY_S)
+
+    def read_resident(self) -> None:
+        """Read the process's own memory now."""
+        self._keep("resident", resident_bytes(), lambda: ("", ""))
 
     def _count_again(self, *_: object) -> None:
         start_s = time.perf_counter()
@@ -186,7 +190,8 @@ def watch() -> None:
     enter, complete = recorder.PeakMemory.enter, recorder.RunRecorder.complete
 
     def entered(memory: recorder.PeakMemory, phase: str) -> None:
-        watched.count()  # also of a phase that was too short for the timer
+        watched.count()  # also of a phase that was too short for the timer, or for the thread
+        watched.read_resident()
         enter(memory, phase)
         watched.phase = phase
 
