@@ -18,11 +18,12 @@ from pathlib import Path
 from statistics import fmean, mean
 from typing import Any, Literal
 
+from bench.other_loops import OtherJob, OtherSums
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu, find_gpu
 from common.planning.architectures import FAMILIES, Architecture, StackKind
-from common.planning.gpu_overhead import CONTEXT, RANKS, memory_with_overhead
-from common.planning.job import BatchShape, Job, Loop
+from common.planning.gpu_overhead import CONTEXT, RANKS, SPREAD_SHARE, with_overhead
+from common.planning.job import BatchShape, Job
 from common.planning.model_configs import LARGEST_SIZE
 from common.planning.published_rates import PLANNED_PATH, published_step_s
 from common.planning.shares import whole_model
@@ -37,8 +38,9 @@ LONGEST = 1_000_000  # positions: published rows may be as long as they like
 # InfiniBand of a machine with eight GPUs, in one direction: eight lines of 200 or 400 Gbit/s, and NVLink's share of it
 MACHINE_GB_PER_S = {"A100": 8 * 25 * 0.75, "Hopper": 8 * 50 * 0.75}
 CALIBRATION = "ibm"  # the source that the constants of `gpu_overhead` are fitted to
-# PEFT's defaults, which published loops use unless their row says otherwise; this repository changes both
-AS_PEFT = {"short_ends": False, "casts_adapter_inputs": True}
+# as `gpu_overhead.SPREAD_SHARE`, of 103 figures of losses whose logits are there all at once, in blocks that hardly
+# anything else fills
+WHOLE_LOGITS_SPREAD_SHARE = 0.35
 
 Kind = Literal["allocated", "reserved", "nvidia_smi"]
 KINDS: tuple[Kind, ...] = ("allocated", "reserved", "nvidia_smi")
@@ -86,7 +88,7 @@ class Point:
     source: str
     at: str
     architecture: Architecture
-    job: Job
+    job: OtherJob
     gpu: Gpu
     figures: dict[Kind, float]
 
@@ -98,7 +100,9 @@ class Point:
     @cached_property
     def planned(self) -> DeviceMemory:
         """The plan of one device."""
-        return memory_with_overhead(self.architecture, self.job, whole_model(self.architecture), self.gpu)
+        memory = OtherSums(self.architecture, self.job, whole_model(self.architecture)).highest()
+        spread_share = WHOLE_LOGITS_SPREAD_SHARE if self.job.logit_bytes else SPREAD_SHARE
+        return with_overhead(self.architecture, self.job, self.gpu, memory, spread_share)
 
     def planned_gib(self, kind: Kind) -> float:
         """Return what a kind of figure is likely to be, in GiB."""
@@ -147,7 +151,7 @@ def architecture_of(model: str, shape: dict[str, Any]) -> Architecture:
 
 def _point(row: dict[str, Any], architecture: Architecture) -> Point:
     figures: dict[Kind, float] = {kind: row[f"{kind}_gib"] for kind in KINDS if f"{kind}_gib" in row}
-    job = Job(
+    job = OtherJob(
         technique=row["technique"],
         parallel=row["parallel"],
         batch=BatchShape(row["rows"], row["length"], row["length"], padded=row.get("padded", False)),
@@ -161,7 +165,7 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
         target_modules=tuple(row.get("target_modules", ())),
         lora_dropout=row.get("lora_dropout", 0.0),
         offload=row.get("offload", False),
-        loop=Loop(**AS_PEFT | row["loop"]),
+        **row["loop"],
     )
     return Point(row["source"], row["at"], architecture, job, find_gpu(row["gpu"]), figures)
 

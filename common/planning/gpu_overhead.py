@@ -37,8 +37,8 @@ CPU_LATER_GIB = 0.1
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
 # beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
-# losses in chunks or fused, and 103 whose logits are there all at once, in blocks that hardly anything else fills
-SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
+# losses in chunks or fused
+SPREAD_SHARE = 0.12
 
 
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
@@ -85,14 +85,16 @@ def _passing_bytes(memory: DeviceMemory) -> float:
     return _blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
 
 
-def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
+def with_overhead(
+    architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory, spread_share: float = SPREAD_SHARE
+) -> DeviceMemory:
     """Return the memory with the device's own needs, the likely ones and their spread."""
     if gpu.name == CPU_DEVICE:
         return replace(memory, terms=(*memory.terms, *_process_terms(job, gpu.process_gib)))
     overhead = overhead_terms(architecture, job, gpu, memory)
     given_back = _blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
-    share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
-    return replace(memory, terms=(*memory.terms, *overhead), spread=given_back + share * _passing_bytes(memory))
+    spread = given_back + spread_share * _passing_bytes(memory)
+    return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:

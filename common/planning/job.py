@@ -125,18 +125,6 @@ class EvaluationShape:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """How a training loop computes: by default as this repository's; published peaks are of other loops, too."""
-
-    logit_bytes: int = 0  # at the highest moment of a loss that has all logits at once; 0 = in chunks of tokens
-    autocasts: bool = True  # as Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format
-    short_adapters: bool = False  # in the base's 16 bits; PEFT makes them fp32
-    casts_adapter_inputs: bool = False  # to the adapter's fp32, as PEFT does, and by autocast back
-    short_ends: bool = True  # a quantized base's others keep their dtype; `prepare_model_for_kbit_training`: fp32
-    first_fsdp: bool = False  # `FullyShardedDataParallel`, with reentrant checkpointing
-
-
-@dataclass(frozen=True)
 class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
@@ -161,7 +149,6 @@ class Job(HasSpecs):
     micro_batches: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     accumulation_steps: int = 1
-    loop: Loop = Loop()
     offload: bool = False  # optimizer states (of fsdp and zero3 weights and gradients, too) wait in the host's memory
     # as PyTorch computes on a CPU: dropout's masks are numbers, attention with dropout keeps its scores, and of pairs
     # of answers the head reads all positions, and works beside its tile
@@ -227,13 +214,13 @@ class Job(HasSpecs):
     @property
     def trained_bytes(self) -> int:
         """Bytes of a trained weight; PEFT keeps adapters in fp32, but DeepSpeed makes all of a module bf16."""
-        shortened = self.loop.short_adapters or (self.parallelism.uses_deepspeed and self.precision != "fp32")
+        shortened = self.parallelism.uses_deepspeed and self.precision != "fp32"
         return self.weight_bytes if shortened or not self.method.has_adapters else 4
 
     @property
     def end_bytes(self) -> int:
         """Bytes of a weight of a quantized base's embeddings, norms and head, which are not quantized."""
-        return self.weight_bytes if self.loop.short_ends else 4
+        return self.weight_bytes
 
     def in_flight(self, stage: int) -> int:
         """Return the micro-batches of which a stage, counted from 0, holds activations at once; 1 without a pipeline.

@@ -141,21 +141,17 @@ class LayerActivations:
             count = own * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
             return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
-        each = a if job.loop.autocasts else job.trained_bytes  # without autocast adapters compute in their own format
         inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
         masks, masks_formula = of_tokens([(linear, linear.inputs * self._mask_bytes(linear)) for linear in adapted])
         between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
         return [
-            activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each),
+            activations("inputs of the adapters", f"({inputs_formula}) {a}", inputs * a),
             activations("dropout masks of the adapters", masks_formula, masks * bool(job.lora_dropout)),
             activations("between the adapters' matrices", f"({between_formula}) a", between * a),
         ]
 
     def _copies_adapters_input(self, linear: Linear) -> bool:
-        job, differs = self.job, self._has_wide_input(linear)
-        if job.loop.casts_adapter_inputs:
-            differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
-        return job.lora_dropout > 0 or differs
+        return self.job.lora_dropout > 0 or self._has_wide_input(linear)
 
     def _has_wide_input(self, linear: Linear) -> bool:
         """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""
@@ -163,8 +159,8 @@ class LayerActivations:
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
-        is_wide = self.job.loop.casts_adapter_inputs or self._has_wide_input(linear)
-        return (4 if is_wide else self.job.arithmetic_bytes) if self.job.cpu_operations else 1
+        of_input = 4 if self._has_wide_input(linear) else self.job.arithmetic_bytes
+        return of_input if self.job.cpu_operations else 1
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
@@ -215,18 +211,13 @@ class LayerActivations:
         return activations("hidden states, or their gradients", "2 T H x", size)
 
     def adapter_casts(self, stack: Stack) -> list[Term]:
-        """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
-
-        PEFT's cast makes an fp32 copy of any input, and dropout one more. Without that cast there is only what dropout
-        makes of an input that is in fp32 anyway.
-        """
+        """Return what only a forward pass with adapters holds: the MLP's result, and dropout's of an fp32 input."""
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        if not adapted or not job.loop.autocasts or job.loop.short_adapters:
+        if not adapted:
             return []
-        dropped, casts = 4 if job.lora_dropout else 0, job.loop.casts_adapter_inputs
-        in_fp32 = [linear.inputs for linear in adapted if casts or self._has_wide_input(linear)]
-        widest, each = max(in_fp32, default=0), (4 + dropped if casts else dropped) if a < 4 else 0
+        widest = max((linear.inputs for linear in adapted if self._has_wide_input(linear)), default=0)
+        each = 4 if job.lora_dropout and a < 4 else 0
         return [
             activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
             activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),

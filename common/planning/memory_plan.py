@@ -102,19 +102,15 @@ class DeviceSums(BetweenSteps):
         # a backward pass may find gradients: those of earlier micro-batches, or with DDP its buckets
         repeats = job.accumulation_steps > 1 or job.micro_batches > share.in_flight
         self.adds_to_gradients = repeats or job.has_buckets
-        # FSDP's first version keeps layers' inputs, with their gradients, until the backward pass has ended
-        # (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`)
-        self.keeps_inputs = job.loop.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
         self.sends = job.parallelism.pipelines and not share.has_head
         # with pp the first layer's input, which checkpointing keeps, is where it was received
         self.input_is_in_buffer = job.gradient_checkpointing and job.parallelism.pipelines and not share.has_embeddings
-        writes = architecture.stacks[-1].kind != StackKind.ENCODER and not architecture.classes
         # the logits come in chunks of about equal size (common/models/chunked_loss.py)
-        self.chunks_loss = writes and not job.loop.logit_bytes
+        self.chunks_loss = architecture.stacks[-1].kind != StackKind.ENCODER and not architecture.classes
         self.chunks = max(1, math.ceil(self.positions * architecture.vocab / LOGITS_AT_ONCE))
         self.positions_at_once = math.ceil(self.positions / self.chunks)
         # the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment
-        self.splits_loss = not self.chunks_loss and not job.loop.logit_bytes
+        self.splits_loss = not self.chunks_loss
 
     # -- what is alive when
 
@@ -141,7 +137,6 @@ class DeviceSums(BetweenSteps):
         when, of_last_layer = Moment, self.head_gradients + trained_of_layer(self.stacks[-1][0], self.job)
         of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
         more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
-        saved = self.layers_saved()
         rows = [
             (self._all_the_time(), when),
             (self.gathered(FSDP_GATHERED_LAYERS), more_gathered),
@@ -153,9 +148,8 @@ class DeviceSums(BetweenSteps):
             (self._gradients_of_layers(), between(when.FIRST_LAYER_BACKWARD, when.TOWER_FIRST_BACKWARD)),
             (self._all_gradients(), between(when.EMBEDDINGS_BACKWARD, when.OPTIMIZER_STEP)),
             # what waits for the backward pass
-            (saved, of_layers),
-            (self.layers_saved(one_left=not self.keeps_inputs), [when.FIRST_LAYER_BACKWARD]),
-            (times_each(saved, 1, "gradients: ") if self.keeps_inputs else [], [when.FIRST_LAYER_BACKWARD]),
+            (self.layers_saved(), of_layers),
+            (self.layers_saved(one_left=True), [when.FIRST_LAYER_BACKWARD]),
             (self._layers_kept(self.share.in_flight - 1, self.stacks), [when.EMBEDDINGS_BACKWARD]),
             (self.saved_outside_layers, between(when.HEAD_FORWARD, when.HEAD_BACKWARD)),
             (self._embeddings_saved(self.stacks) + self.encoders_output, [when.LAST_LAYER_BACKWARD]),
@@ -359,8 +353,6 @@ class DeviceSums(BetweenSteps):
             what = "a chunk's log-probabilities, their and the logits' gradients, in fp32"
             return [self._logits(what, "3 C V 4", 12, of_chunk=True), *self._head_copy(), *self._of_chunks()]
         logits = self._logits("log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", 12)
-        if each := self.job.loop.logit_bytes:
-            logits = self._logits("logits, log-probabilities and gradients", f"P V {each}", each)
         return [logits, *self._held_by_schedule(), *self._head_copy()]
 
     def _head_backward(self) -> list[Term]:
@@ -427,11 +419,11 @@ class DeviceSums(BetweenSteps):
         return [*terms, *(self.tower.cached_copies() if self.tower else [])]
 
     def _head_copy(self) -> list[Term]:
-        job = self.job
-        has_wide_head = job.method.quantizes and job.end_bytes == 4 and job.precision != "fp32"
-        is_cast = job.loop.autocasts and (job.autocasts or (has_wide_head and job.shard_ranks == 1))
-        size = self.matrix * job.arithmetic_bytes * is_cast
+        size = self.matrix * self.job.arithmetic_bytes * self._casts_head()
         return [Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)]
+
+    def _casts_head(self) -> bool:
+        return self.job.autocasts
 
     # -- after the layers
 

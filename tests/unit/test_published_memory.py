@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from bench.published import (
-    AS_PEFT,
     CALIBRATION,
     KINDS,
     LIKELY,
@@ -24,7 +23,7 @@ from bench.published import (
 )
 from common.planning import gpu_overhead
 from common.planning.gpu_overhead import memory_of_step
-from common.planning.job import Loop
+from common.planning.job import BatchShape
 
 
 def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> None:
@@ -99,7 +98,7 @@ def test_constants_are_the_best_for_the_source_that_they_are_fitted_to(
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["whole logits", "chunks"])
 def test_19_of_20_figures_of_the_source_that_it_is_fitted_to_are_at_most_the_safe_one(is_whole: bool) -> None:
-    chosen = [point for point in points_of(CALIBRATION) if bool(point.job.loop.logit_bytes) == is_whole]
+    chosen = [point for point in points_of(CALIBRATION) if bool(point.job.logit_bytes) == is_whole]
     are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
     assert 0.95 <= sum(are_safe) / len(are_safe) < 0.97
 
@@ -152,10 +151,19 @@ def test_fsdp_has_let_go_of_gathered_layers_when_the_optimizer_steps() -> None:
 
 
 def test_the_first_fsdp_keeps_inputs_of_frozen_layers_and_their_gradients() -> None:
-    point = like(CALIBRATION, technique="lora", devices=2, loop=Loop(short_adapters=True, first_fsdp=True, **AS_PEFT))
-    second = replace(point, job=replace(point.job, loop=replace(point.job.loop, first_fsdp=False)))
+    point = like(CALIBRATION, technique="lora", devices=2, first_fsdp=True, logit_bytes=0)
+    second = replace(point, job=replace(point.job, first_fsdp=False))
     layers, batch, hidden = point.architecture.layers, point.job.batch, point.architecture.hidden
     gradients_gib = layers * batch.tokens * hidden * 2 / 2**30
     assert point.planned.moment == "backward of the first layer"
     kept_gib = point.planned.allocated_gib - second.planned.allocated_gib
     assert kept_gib == pytest.approx(gradients_gib, rel=0.05)
+
+
+def test_autocast_copies_a_head_in_fp32_unless_fsdp_gathers_it_in_16_bits() -> None:
+    point = next(each for each in points() if each.job.method.quantizes and each.job.is_under_autocast)
+    job = replace(point.job, batch=BatchShape(1, 2048, 2047), parallel="single", devices=1)
+    alone, sharded = (replace(point, job=each).planned for each in (job, replace(job, parallel="fsdp", devices=4)))
+    assert alone.moment == sharded.moment == "loss"
+    names = [{term.what for term in planned.terms if term.count} for planned in (alone, sharded)]
+    assert "autocast's copy of the head" in names[0] - names[1]

@@ -1,0 +1,98 @@
+"""A step's memory in training loops of other people, whose peaks were published: what they hold and ours does not."""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.job import Job
+from common.planning.layer_activations import LayerActivations
+from common.planning.memory_plan import DeviceSums, Moment
+from common.planning.shares import Share
+from common.planning.terms import Term, activations, times_each
+
+
+@dataclass(frozen=True)
+class OtherJob(Job):
+    """A decoder's job in 16 bits in a loop that is not this repository's; inputs of adapters are cast to fp32.
+
+    Attributes:
+        logit_bytes: Bytes per logit at the highest moment of a loss that has all logits at once; 0 = they come in
+            chunks of tokens.
+        is_under_autocast: As Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format.
+        has_16_bit_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
+        has_16_bit_embeddings: Embeddings, norms and head of a quantized base keep their dtype; PEFT's
+            `prepare_model_for_kbit_training` makes them fp32.
+        first_fsdp: `FullyShardedDataParallel`, with reentrant checkpointing, which keeps the inputs of layers, and
+            their gradients, until the backward pass has ended (torch/distributed/fsdp/_runtime_utils.py:
+            `_register_post_backward_reshard_only_hook`).
+    """
+
+    logit_bytes: int = 0
+    is_under_autocast: bool = True
+    has_16_bit_adapters: bool = False
+    has_16_bit_embeddings: bool = False
+    first_fsdp: bool = False
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight."""
+        return self.weight_bytes if self.has_16_bit_adapters else super().trained_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes of a weight of a quantized base's embeddings, norms and head."""
+        return self.weight_bytes if self.has_16_bit_embeddings else 4
+
+
+class OtherLayer(LayerActivations):
+    """The terms of a layer in another loop."""
+
+    job: OtherJob
+
+    def _adapters(self, stack: Stack) -> list[Term]:
+        terms = super()._adapters(stack)
+        times = 1 if self.job.is_under_autocast else self.job.trained_bytes // self.job.arithmetic_bytes
+        return [*times_each(terms[:1], times, ""), *terms[1:]]
+
+    def _has_wide_input(self, linear: Linear) -> bool:
+        return not self.job.has_16_bit_adapters
+
+    def adapter_casts(self, stack: Stack) -> list[Term]:
+        """Return what only a forward pass with adapters holds: any input's copy in fp32, and what dropout makes of it.
+
+        Adapters in 16 bits, or without autocast, have none.
+        """
+        if not self.job.is_under_autocast or self.job.has_16_bit_adapters:
+            return []
+        widest = max(linear.inputs * self.job.adapts(linear) for linear in stack.linears)
+        size = 4 * self.batch.tokens_in(stack) * widest
+        return [*super().adapter_casts(stack), activations("cast of the widest adapter's input", "T 4", size)]
+
+
+class OtherSums(DeviceSums):
+    """The terms of one device in a step of another loop."""
+
+    job: OtherJob
+
+    def __init__(self, architecture: Architecture, job: OtherJob, share: Share) -> None:
+        super().__init__(architecture, job, share)
+        self.layer = OtherLayer(architecture, job, self.batch, self.hidden_bytes)
+        self.saved_of_layer = self.layer.saved
+        self.chunks_loss = not job.logit_bytes
+        self.keeps_inputs = job.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
+
+    def layers_saved(self, one_left: bool = False) -> list[Term]:
+        """Return what all layers keep; `one_left`: when of one micro-batch the first layer is back-propagated."""
+        return super().layers_saved(one_left and not self.keeps_inputs)
+
+    def _lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
+        gradients = times_each(self.layers_saved() * self.keeps_inputs, 1, "gradients: ")
+        return [*super()._lasting(), (gradients, [Moment.FIRST_LAYER_BACKWARD])]
+
+    def _loss(self) -> list[Term]:
+        each, (logits, *others) = self.job.logit_bytes, super()._loss()
+        return [self._logits("logits, log-probabilities, gradients", f"P V {each}", each) if each else logits, *others]
+
+    def _casts_head(self) -> bool:
+        has_wide_head = self.job.method.quantizes and self.job.end_bytes == 4 and self.job.shard_ranks == 1
+        return self.job.is_under_autocast and (super()._casts_head() or has_wide_head)
