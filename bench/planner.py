@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bench.entries import Entry, measured, read_kept
+from bench.page.runs import Compared
 from bench.planner_points import POINTS_PATH, SHAPES, Step, point_of, step_of
 from common.base.paths import REPOSITORY
 from common.checks.dry_run import dry_run
@@ -28,7 +29,6 @@ from common.planning.architectures import read_architecture
 from common.planning.job import job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.shares import whole_model
-from common.reporting.page_runs import Compared
 from common.reporting.rows import NOT_RUN
 
 COMMAND = "python -m bench planner"

@@ -14,16 +14,16 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import argparse
 import json
 import sys
-from types import ModuleType
 
+from bench.page.page import PAGE, open_page, page_of, write_page
+from bench.tables import pages
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import BadInputError, importing_bench
+from common.base.errors import BadInputError
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import STUDY, kept_files, kept_records
-from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, own_table, results_of_this_machine, task_of
 from common.reporting.tables import LEGEND, on_screen, side_by_side
 
@@ -55,18 +55,9 @@ def main() -> None:
         print(printable(_all_tables(options.json) if options.results is None else _results(options)))
 
 
-def table_pages() -> ModuleType:
-    """Return `bench.tables.pages`, the tables of this repository's pages."""
-    with importing_bench(
-        "The pages' tables are made in a clone of the repository: `--results` or `--open` shows your runs."
-    ):
-        from bench.tables import pages
-    return pages
-
-
 def _render_pages(write: bool) -> int:
     """Name the pages that disagree with the records, or write them; return the exit code: 1 if one cannot be read."""
-    pages, records = table_pages(), kept_records()
+    records = kept_records()
     all_are_read = [len(records), len(kept_records(STUDY))] == [len(kept_files()), len(kept_files(STUDY))]
     made = {path: pages.with_tables(path.read_text(encoding="utf-8"), records) for path in pages.readmes()}
     made[PAGE] = page_of(records)
@@ -104,7 +95,7 @@ def _results(options: argparse.Namespace) -> str:
 
 
 def _all_tables(as_json: bool) -> str:
-    pages, records = table_pages(), kept_records()
+    records = kept_records()
     if as_json:
         return json.dumps({name: table(records).to_dict("records") for name, table in pages.TABLES.items()}, indent=2)
     return "\n".join(f"{name}\n\n{pages.rendered(name, records)}" for name in pages.TABLES)

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import fmean
 
 from bench.entries import read_kept
+from bench.page.runs import compared_phases
 from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
 from common.reporting.columns import Column
-from common.reporting.page_runs import compared_phases
 from common.reporting.rows import NOT_RUN, Row, groups_of
 
 Outcome = dict[str, object]

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-from common.base.paths import REPOSITORY
-
 # how gloo's errors begin, which have no class of their own: with the place in its source
 GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[(\S*/)?gloo/\S+\.(cc|h):\d+\]")
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
@@ -106,19 +104,6 @@ def check_installed(package: str, asked_by: str, next_step: str) -> None:
     """Refuse what `asked_by` says where its package is missing, with the command that installs it."""
     if importlib.util.find_spec(package) is None:
         raise BadInputError(f"{asked_by}, but {package} is not installed: {next_step}.")
-
-
-@contextmanager
-def importing_bench(otherwise: str) -> Iterator[None]:
-    """Import from `bench` within the block; where only the `common` package is here, refuse with what to do."""
-    if str(REPOSITORY) not in sys.path:  # only `common` is installed
-        sys.path.append(str(REPOSITORY))
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        if missing.name != "bench":
-            raise
-        raise BadInputError(otherwise) from None
 
 
 def closest(word: object, known: Iterable[object]) -> str:

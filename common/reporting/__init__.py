@@ -1,1 +1,1 @@
-"""Runs side by side, from their records: tables for a terminal, pictures, and a page of all runs."""
+"""Runs side by side, from their records: tables for a terminal, and pictures."""

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from bench.page.page import page_and_details
 from common.base.command_line import FAULT
 from common.base.errors import BadInputError, RunStoppedError, shortened
 from common.base.parsing import parse_overrides
@@ -39,7 +40,6 @@ from common.compare import main as compare
 from common.models.loading import ASSETS, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.records.store import kept_files, load_record
-from common.reporting.page import page_and_details
 from common.serving.chat import main as chat
 from common.serving.export import main as export
 

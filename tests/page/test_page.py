@@ -15,10 +15,10 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
+from bench.page import page as page_module
+from bench.page.page import page_and_details, page_of
+from bench.page.runs import label_of, pareto_front, values_of
 from common.records.store import Record, kept_records
-from common.reporting import page as page_module
-from common.reporting.page import page_and_details, page_of
-from common.reporting.page_runs import label_of, pareto_front, values_of
 from tests.pace import patient
 
 LARGEST_BYTES = 3_000_000

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.page import page
+from bench.page.runs import divided
 from bench.tables import pages
 from common import compare, report
 from common.base.errors import BadInputError
@@ -26,7 +28,6 @@ from common.records.store import (
     load_record,
     records_in,
 )
-from common.reporting import page, page_runs
 from common.reporting.rows import result_files, results_of_this_machine, task_of
 from common.reporting.tables import on_screen, side_by_side
 from common.serving.tuned_runs import find_run
@@ -188,7 +189,7 @@ def read_by_all(record: Record, beside: list[Record], tables: list[str]) -> None
     runs = [record, *beside]
     if record["status"] == "completed":
         assert "<" not in page.page_of([record])[0].partition('type="application/json">')[2].partition("<")[0]
-        page_runs.divided(record)
+        divided(record)
     if task_of(record) == "chat":
         on_screen(side_by_side(runs))
     for said in (text_of, json_of):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
+from bench.page.runs import values_of
 from bench.tables import outcomes, pages
 from bench.tables.pages import MODULES, TABLES, rendered, with_tables
 from bench.tables.table import approach
@@ -20,7 +21,6 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, default_run_name, kept_records
 from common.reporting.columns import column
-from common.reporting.page_runs import values_of
 from common.reporting.rows import (
     Metric,
     baseline_of,

@@ -1,7 +1,7 @@
 """What 3.3's pages do not show: the terminal's table, and the gallery of the results page."""
 
+from bench.page.runs import values_of
 from common.records.store import kept_records
-from common.reporting.page_runs import values_of
 from common.reporting.rows import task_of
 from common.reporting.tasks import PICTURES
 

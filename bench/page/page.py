@@ -18,11 +18,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from common.base.inert import json_in_html
-from common.base.paths import REPOSITORY
-from common.planning.phases import PHASES
-from common.records.store import Record, kept_files, records_in
-from common.reporting.page_runs import (
+from bench.page.runs import (
     COLUMNS,
     USUAL,
     Compared,
@@ -34,6 +30,10 @@ from common.reporting.page_runs import (
     memory_points,
     pareto_front,
 )
+from common.base.inert import json_in_html
+from common.base.paths import REPOSITORY
+from common.planning.phases import PHASES
+from common.records.store import Record, kept_files, records_in
 from common.reporting.rows import result_files
 
 PAGE = REPOSITORY / "docs" / "results.html"  # the page of the kept records

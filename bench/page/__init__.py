@@ -1,0 +1,1 @@
+"""The results page: all runs in one HTML file."""
