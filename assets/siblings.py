@@ -23,7 +23,7 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import LITERAL, literal_lines, run_folders
-from common.base.torchrun import nodes_command
+from common.runtime.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"

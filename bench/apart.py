@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.base.paths import REPOSITORY
-from common.base.torchrun import nodes_command
 from common.records.store import write_json
+from common.runtime.torchrun import nodes_command
 
 
 def measured_apart(call: Callable[..., Any], ranks: int = 1, **arguments: Any) -> Any:

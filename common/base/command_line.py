@@ -15,12 +15,12 @@ from pathlib import Path
 
 from common.base.errors import AskedToEndError, BadInputError, RunStoppedError, first_sentence, is_lost_peer, shortened
 from common.base.inert import printable
+from common.base.launched import check_told, is_of_torchrun
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.signals import on_end_signal, remember_if_asked
-from common.base.torchrun import check_told, is_of_torchrun
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT

@@ -9,12 +9,12 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of, run_folders, workflow_does, workflows_of
-from common.base.torchrun import nodes_command
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.planning.job import ALL_LINEAR, Job
 from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan
+from common.runtime.torchrun import nodes_command
 
 # models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
 HUB_IDS = {

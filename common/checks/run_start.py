@@ -10,8 +10,8 @@ import torch
 from accelerate.utils import gather_object
 
 from common.base.errors import BadInputError
+from common.base.launched import check_told
 from common.base.run_config import RunConfig
-from common.base.torchrun import check_told
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.runtime.elastic import cannot_add_machines, run_as_started

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
-from common.base.torchrun import folder_of_user
 from common.records.store import default_run_name
+from common.runtime.torchrun import folder_of_user
 from common.runtime.world import detect_launcher, may_start_again
 
 POLL_S = 0.05

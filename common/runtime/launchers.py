@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.base.torchrun import meeting_file, nodes_command
+from common.runtime.torchrun import meeting_file, nodes_command
 from common.runtime.watch import die_with_parent
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of what SIGKILL ended: Python's, and a shell's

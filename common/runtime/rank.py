@@ -23,14 +23,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from common.base.command_line import how_to_resume, say_when_told_to_end
 from common.base.errors import BadInputError
+from common.base.launched import is_of_torchrun
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.base.signals import on_end_signal
-from common.base.torchrun import is_of_torchrun, nodes_command
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.runtime.elastic import store_of_this_start
 from common.runtime.faults import fault_at
 from common.runtime.machines import LOOPBACK, use_interface_to
+from common.runtime.torchrun import nodes_command
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher
 

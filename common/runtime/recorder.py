@@ -19,7 +19,6 @@ from common.base.paths import from_repository
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.signals import end_signals_deferred
-from common.base.torchrun import nodes_command
 from common.hardware import devices
 from common.planning.model_configs import cached_commit
 from common.planning.phases import TRAINING
@@ -28,6 +27,7 @@ from common.records import store
 from common.records.store import RECORD_NAME, Record
 from common.runtime.disks import ResultsFolder, started_before
 from common.runtime.memory_tracker import MemoryTracker
+from common.runtime.torchrun import nodes_command
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
 

@@ -4,8 +4,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from common.base.launched import is_of_torchrun
 from common.base.print_prefix import rank_prefix
-from common.base.torchrun import is_of_torchrun
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.other import get_free_port
 
 from common.base.paths import REPOSITORY
-from common.base.torchrun import nodes_command
+from common.runtime.torchrun import nodes_command
 from common.runtime.watch import SLOW_FACTOR
 from tests.fixtures import trained_weights
 from tests.network.virtual_hosts import namespaces, virtual_network

@@ -18,7 +18,7 @@ from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
-from common.base.torchrun import nodes_command
+from common.runtime.torchrun import nodes_command
 from tests.valohai_task import distributed_task
 
 YAML = REPOSITORY / "valohai.yaml"

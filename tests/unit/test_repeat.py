@@ -10,8 +10,8 @@ import pytest
 from bench import repeat
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.base.torchrun import nodes_command
 from common.records.store import RECORD_NAME
+from common.runtime.torchrun import nodes_command
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 RECORDS = f"{FOLDER}/records"

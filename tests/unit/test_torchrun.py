@@ -11,23 +11,13 @@ import pytest
 from common import launch
 from common.base.command_line import BAD_INPUT_EXIT_CODE, ended_by_one_sentence, refused_in_one_sentence
 from common.base.errors import BadInputError, RunStoppedError
+from common.base.launched import MEETING_PLACE, MPI_SIZES, RUN_ID, TOLD, TOLD_BY_TORCHRUN, check_told
 from common.base.run_config import RunConfig
-from common.base.torchrun import (
-    KEPT_S,
-    MEETING_PLACE,
-    MPI_SIZES,
-    RUN_ID,
-    TOLD,
-    TOLD_BY_TORCHRUN,
-    check_told,
-    folder_of_user,
-    meeting_file,
-    nodes_command,
-)
 from common.checks import preflight
 from common.checks.run_start import run_started
 from common.runtime.launchers import ranks_command, torchrun_command
 from common.runtime.rank import start_command
+from common.runtime.torchrun import KEPT_S, folder_of_user, meeting_file, nodes_command
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 BY_TORCHRUN = BY_HAND | {

@@ -1,14 +1,9 @@
-"""torchrun: the words that start ranks, and whether a process was told all that a launcher tells a rank."""
+"""Whether a process was told all that a launcher tells a rank, or nothing of it."""
 
 import os
-import stat
-import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 
-from common.base.errors import BadInputError, RunStoppedError, begin_of
+from common.base.errors import BadInputError, begin_of
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by every launcher, to each rank
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")  # besides
@@ -18,51 +13,12 @@ NO_NUMBERS = {"MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE", RUN_ID}
 MEETING_PLACE = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 # how many processes MPI has started, which Accelerate takes for ranks
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-KEPT_S = 24 * 60 * 60  # how long what a killed process has left where ranks meet stays at least
 LAST_PORT, MOST_DIGITS = 65535, 9
-
-
-def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
-    """Return what starts the ranks of one machine, without the script: of several the same on each of them.
-
-    Several machines meet at `address`, the first one's. On one machine they meet in a file of this user's alone:
-    torchrun unpickles what it finds there, so that whoever reached a port of it could have code run.
-    """
-    words = ["--nnodes", str(nodes)] if nodes > 1 else []
-    place = ["--rdzv_endpoint", f"{address}:29400"] if nodes > 1 else ["--rdzv_conf", "store_type=file"]
-    return ["torchrun", *words, "--nproc_per_node", str(ranks_per_node), "--rdzv_backend", "c10d", *place]
 
 
 def is_of_torchrun() -> bool:
     """Return whether torchrun, or a launcher that is made of it, has started this process."""
     return RUN_ID in os.environ
-
-
-def meeting_file() -> str:
-    """Return a new file for torchruns of one machine to meet in, after those of killed processes are removed."""
-    import psutil  # here: few commands start ranks
-
-    folder = folder_of_user()
-    for path in folder.glob("[0-9]*-*"):
-        process = path.name.partition("-")[0]
-        with suppress(FileNotFoundError):
-            is_old = time.time() - path.stat().st_mtime > KEPT_S  # where machines share the folder, others' go on
-            if is_old and process.isdigit() and not psutil.pid_exists(int(process)):
-                path.unlink()
-    descriptor, path = tempfile.mkstemp(prefix=f"{os.getpid()}-", dir=folder)
-    os.close(descriptor)
-    return path
-
-
-def folder_of_user() -> Path:
-    """Return the folder where this user's launchers and ranks meet; RunStoppedError if others can write into it."""
-    folder = Path(tempfile.gettempdir(), f"ranks-of-user-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise RunStoppedError(f"{folder}, where ranks meet, can be written by others: remove it, or set TMPDIR.")
-    return folder
 
 
 def check_told(environment: Mapping[str, str]) -> None:
