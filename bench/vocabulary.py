@@ -16,6 +16,7 @@ from bench.tools import TOOLS
 from common.base.run_config import RunConfig
 from common.hardware.devices import MIB
 from common.models.loading import load_tokenizer
+from common.planning.terms import Kind
 from common.runtime.memory_tracker import MemoryTracker
 
 COMMAND = "python -m bench vocabulary"
@@ -58,7 +59,7 @@ class StepMeter(Clock):
         if self.step:
             states = [value for state in optimizer.state.values() for value in state.values()]
             for tensor in (*model.parameters(), *model.buffers(), *filter(torch.is_tensor, states)):
-                self.tracker.add(tensor, "weights")
+                self.tracker.add(tensor, Kind.WEIGHTS)
             self.tracker.__enter__()
 
     def step_done(self, model: torch.nn.Module) -> bool:

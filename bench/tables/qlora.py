@@ -23,6 +23,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
+from common.planning.terms import Kind
 from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import NOT_RUN, Row, clock, completed, devices_of
@@ -104,7 +105,7 @@ def _memory(records: list[Record]) -> Iterator[Row]:
             lora, qlora = (projected_plan(run.changed_to(technique=name)).devices[0] for name, _ in (LORA, QLORA))
             rows = f"{run.per_device_train_batch_size} rows of {PROJECTED_LENGTH:,} tokens"
             projected = {"run": f"`{folder.name}`, {run.quantization}, {rows}", "digits": 1, "figures": PROJECTED}
-            weights = {"lora_gib": lora.parts_gib["weights"], "qlora_gib": qlora.parts_gib["weights"]}
+            weights = {"lora_gib": lora.parts_gib[Kind.WEIGHTS], "qlora_gib": qlora.parts_gib[Kind.WEIGHTS]}
             fit = {"lora_fits": fits(lora.safe_gib, run.gpu), "qlora_fits": fits(qlora.safe_gib, run.gpu)}
             yield {**projected, "of": "weights, 7B model", **weights}
             yield {**projected, "of": "training's peak", "lora_gib": lora.peak_gib, "qlora_gib": qlora.peak_gib, **fit}

@@ -29,6 +29,7 @@ from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape, architecture_of_run
 from common.planning.shares import Share
+from common.planning.terms import Kind
 from common.runtime.memory_tracker import HANDING_ON, MemoryTracker, Timeline, Watch, like_cuda, mark, watch_gradients
 from common.runtime.world import Rank
 from common.tasks.preferences import REFERENCES
@@ -196,7 +197,7 @@ def tracked_step(
     """
     tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     given = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
-    tracker.add_all({"weights": (*model.parameters(), *model.buffers()), "buffers": given})
+    tracker.add_all({Kind.WEIGHTS: (*model.parameters(), *model.buffers()), Kind.BUFFERS: given})
     with ExitStack() as stack:
         stack.enter_context(like_cuda() if as_on_gpu else nullcontext())
         stack.enter_context(tracker)
@@ -207,17 +208,17 @@ def tracked_step(
         else:
             module = model
             if run.parallelism.replicates:
-                tracker.enter("load", "gradients")  # its buckets hold them
+                tracker.enter("load", Kind.GRADIENTS)  # its buckets hold them
                 module = stack.enter_context(one_of_many_ranks(model, run.world_size))
             part = Part(module, on_cpu(run), Rank(0, 1, "cpu", "python"))
         part.optimizer = make_optimizer(part.model, part.run)
         if as_on_gpu:
             for group in part.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")
-        tracker.enter("load", "gradients")  # from nowhere: a step's passes for all micro-batches would take longer
+        tracker.enter("load", Kind.GRADIENTS)  # from nowhere: a step's passes for all micro-batches would take longer
         for weight in part.model.parameters():
             weight.grad = torch.empty_like(weight) if weight.requires_grad else None
-        tracker.enter("load", "optimizer")
+        tracker.enter("load", Kind.OPTIMIZER)
         part.step()
         part.forget_gradients()
         tracker.timeline.clear()
@@ -286,11 +287,11 @@ def loss_of_share(part: Part, inputs: dict[str, Any], share: Share) -> torch.Ten
 def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share = WHOLE) -> None:
     """Take one optimizer step as a workflow does; `tracker` is told of its phases."""
     if isinstance(part, Stage):
-        tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
+        tracker.enter("load", Kind.BUFFERS)  # what the schedule receives into; its clock tells of the passes
         part.back_propagate({"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}, 1)
-        tracker.enter("optimizer: tied weights and clipping", "buffers")
+        tracker.enter("optimizer: tied weights and clipping", Kind.BUFFERS)
         part.clip_gradients(part.run.max_grad_norm)
-        tracker.enter("optimizer: step", "optimizer")
+        tracker.enter("optimizer: step", Kind.OPTIMIZER)
     else:
         tracker.enter("load")
         tracker.enter("forward: embeddings")
@@ -298,7 +299,7 @@ def take_step(part: Part, inputs: dict[str, Any], tracker: Watch, share: Share =
         tracker.enter(f"backward: {_after_layers(share)}")
         loss.backward()
         del loss  # its graph has the gradient of a hidden state
-        tracker.enter("optimizer: clipping and step", "optimizer")
+        tracker.enter("optimizer: clipping and step", Kind.OPTIMIZER)
         part.clip_gradients(part.run.max_grad_norm)
     part.step()
     part.forget_gradients()

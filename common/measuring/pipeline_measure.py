@@ -11,6 +11,7 @@ from accelerate.utils import gather_object, wait_for_everyone
 
 from common.hardware.devices import MIB
 from common.measuring.ceiling import slowest_s
+from common.planning.terms import Kind
 from common.runtime.memory_tracker import MemoryTracker, watch_gradients
 from common.training.answer_logits import Batch
 from common.training.loop import TrainingLoop
@@ -142,4 +143,4 @@ def activations_mib(loop: TrainingLoop, batch: Batch, work: Work) -> list[float]
         hook.remove()
     loop.optimizer.zero_grad()
     parts = tracker.timeline["step"]
-    return gather_object([(parts["activations"] + parts["logits"]) / MIB])
+    return gather_object([(parts[Kind.ACTIVATIONS] + parts[Kind.LOGITS]) / MIB])

@@ -13,7 +13,7 @@ from common.planning.shares import (
     trained_of_layer,
     trained_parameters,
 )
-from common.planning.terms import Part, Term, numbers
+from common.planning.terms import Kind, Term, numbers
 
 # layers that FSDP2 has gathered (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
 # one at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which is
@@ -71,9 +71,9 @@ class BetweenSteps:
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
         return [
             *self.base_weights(),
-            numbers(Part.WEIGHTS, what, self.trained, job.trained_bytes, self.weight_ranks),
-            numbers(Part.WEIGHTS, "the vision tower's trained copy", of_tower, job.weight_bytes),
-            numbers(Part.WEIGHTS, "small adapter matrices, whole on each rank", whole, job.trained_bytes),
+            numbers(Kind.WEIGHTS, what, self.trained, job.trained_bytes, self.weight_ranks),
+            numbers(Kind.WEIGHTS, "the vision tower's trained copy", of_tower, job.weight_bytes),
+            numbers(Kind.WEIGHTS, "small adapter matrices, whole on each rank", whole, job.trained_bytes),
         ]
 
     def base_weights(self) -> list[Term]:
@@ -82,8 +82,8 @@ class BetweenSteps:
             return self._quantized_weights()
         what, each = "frozen weights" if self.job.method.has_adapters else "weights", self.job.weight_bytes
         return [
-            numbers(Part.WEIGHTS, what, self.parameters - self.of_tower, each, self.weight_ranks),
-            numbers(Part.WEIGHTS, "vision tower and connector", self.of_tower, each, self.weight_ranks),
+            numbers(Kind.WEIGHTS, what, self.parameters - self.of_tower, each, self.weight_ranks),
+            numbers(Kind.WEIGHTS, "vision tower and connector", self.of_tower, each, self.weight_ranks),
         ]
 
     def _quantized_weights(self) -> list[Term]:
@@ -93,14 +93,14 @@ class BetweenSteps:
         per_weight, number, table = QUANTIZED_BYTES[kind], QUANTIZED_NUMBER_BYTES[kind], LEVEL_TABLE_BYTES[kind]
         what, scales = f"{kind} weights of the layers", per_weight - number
         others = "embeddings, norms and head" + (", cast to fp32" if job.end_bytes == 4 else "")
-        layers = [Term(Part.WEIGHTS, what, f"{count:,} x {per_weight:.3f} bytes", count * per_weight)]
+        layers = [Term(Kind.WEIGHTS, what, f"{count:,} x {per_weight:.3f} bytes", count * per_weight)]
         if ranks > 1:  # scales are no parameters of a module, so that FSDP leaves them whole on each rank
-            scaled = Term(Part.WEIGHTS, "scales of their blocks", f"{count:,} x {scales:.3f} bytes", count * scales)
-            layers = [numbers(Part.WEIGHTS, what, count, number, ranks), scaled]
+            scaled = Term(Kind.WEIGHTS, "scales of their blocks", f"{count:,} x {scales:.3f} bytes", count * scales)
+            layers = [numbers(Kind.WEIGHTS, what, count, number, ranks), scaled]
         return [
             *layers,
-            Term(Part.WEIGHTS, "tables of levels", f"{matrices:,} matrices x {table:,} bytes", matrices * table),
-            numbers(Part.WEIGHTS, others, self.parameters - count, job.end_bytes, ranks),
+            Term(Kind.WEIGHTS, "tables of levels", f"{matrices:,} matrices x {table:,} bytes", matrices * table),
+            numbers(Kind.WEIGHTS, others, self.parameters - count, job.end_bytes, ranks),
         ]
 
     def optimizer_states(self) -> list[Term]:
@@ -115,10 +115,10 @@ class BetweenSteps:
         each, tower_each = state_bytes(job, 4 if keeps_copy else job.trained_bytes), state_bytes(job, job.weight_bytes)
         small = small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) * ("8bit" in job.optimizer)
         return [
-            numbers(Part.OPTIMIZER, "momentum and variance of the vision tower", self.trained_of_tower, tower_each),
-            numbers(Part.OPTIMIZER, "momentum and variance", self.trained - small, each, job.shard_ranks),
-            numbers(Part.OPTIMIZER, "momentum and variance of small matrices", small, 8, job.shard_ranks),
-            numbers(Part.OPTIMIZER, "fp32 copy of the weights", self.trained * keeps_copy, 4, job.shard_ranks),
+            numbers(Kind.OPTIMIZER, "momentum and variance of the vision tower", self.trained_of_tower, tower_each),
+            numbers(Kind.OPTIMIZER, "momentum and variance", self.trained - small, each, job.shard_ranks),
+            numbers(Kind.OPTIMIZER, "momentum and variance of small matrices", small, 8, job.shard_ranks),
+            numbers(Kind.OPTIMIZER, "fp32 copy of the weights", self.trained * keeps_copy, 4, job.shard_ranks),
         ]
 
     def _buffers(self) -> list[Term]:
@@ -128,11 +128,11 @@ class BetweenSteps:
         received = neighbours * self.hidden_size(job.batch.tokens) * sharing.pipelines
         reduced = min(self.architecture.hidden**2, trained) * sharing.uses_deepspeed
         return [
-            numbers(Part.GRADIENTS, "gradients, in DDP's buckets", trained * job.has_buckets, each),
-            numbers(Part.GRADIENTS, "the vision tower's, in DDP's buckets", of_tower, job.weight_bytes),
-            numbers(Part.GRADIENTS, "gradients' parts, in one buffer", trained * has_parts, each, job.shard_ranks),
-            Term(Part.BUFFERS, "hidden states and gradients to receive", f"{neighbours} T H x, all parts", received),
-            numbers(Part.BUFFERS, "DeepSpeed's reduce bucket", reduced, each),
+            numbers(Kind.GRADIENTS, "gradients, in DDP's buckets", trained * job.has_buckets, each),
+            numbers(Kind.GRADIENTS, "the vision tower's, in DDP's buckets", of_tower, job.weight_bytes),
+            numbers(Kind.GRADIENTS, "gradients' parts, in one buffer", trained * has_parts, each, job.shard_ranks),
+            Term(Kind.BUFFERS, "hidden states and gradients to receive", f"{neighbours} T H x, all parts", received),
+            numbers(Kind.BUFFERS, "DeepSpeed's reduce bucket", reduced, each),
         ]
 
     def hidden_size(self, tokens: int) -> int:
@@ -142,7 +142,7 @@ class BetweenSteps:
     def summed(self, tokens: int) -> list[Term]:
         """Return the hidden state of so many tokens that ranks of tensor parallelism sum after each block."""
         size = self.hidden_size(tokens) * self.job.parallelism.splits_matrices
-        return [Term(Part.BUFFERS, "hidden state to be summed over the ranks", "T H x", size)]
+        return [Term(Kind.BUFFERS, "hidden state to be summed over the ranks", "T H x", size)]
 
     def gathered(self, layers: int) -> list[Term]:
         """Return the weights that a rank has gathered: with FSDP of so many layers, with ZeRO's stage 3 all it may."""
@@ -153,11 +153,11 @@ class BetweenSteps:
         if job.parallelism.uses_deepspeed:
             layer = max(stack.layer_parameters for stack, _ in self.stacks)
             kept = max(FSDP_GATHERED_LAYERS * layer + others, min(self.parameters, ZERO_REUSED_WEIGHTS))
-            return [numbers(Part.BUFFERS, "gathered weights, kept as they are soon used again", kept, a)]
+            return [numbers(Kind.BUFFERS, "gathered weights, kept as they are soon used again", kept, a)]
         size, formula = max(self._gathered_layer(stack) for stack, _ in self.stacks)
         return [
-            Term(Part.BUFFERS, "gathered layers", f"{layers} x {formula}", layers * size),
-            numbers(Part.BUFFERS, "gathered embeddings and head", others, a),
+            Term(Kind.BUFFERS, "gathered layers", f"{layers} x {formula}", layers * size),
+            numbers(Kind.BUFFERS, "gathered embeddings and head", others, a),
         ]
 
     def _gathered_layer(self, stack: Stack) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from common.planning.job import Job
 from common.planning.memory_plan import device_memory
 from common.planning.shares import Share, part_of_rank
 from common.planning.step_speed import generation_of
-from common.planning.terms import DeviceMemory, Part, Term, size_of
+from common.planning.terms import DeviceMemory, Kind, Term, size_of
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
@@ -17,7 +17,7 @@ CONTEXT_GIB = 0.3
 # PyTorch's allocator asks CUDA for multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp: `kRoundLarge`)
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
-PASSING_PARTS = (Part.ACTIVATIONS, Part.LOGITS, Part.GRADIENTS)
+PASSING_PARTS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.GRADIENTS)
 # per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_memory.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
@@ -55,24 +55,24 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         (is_eager, "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores),
         (has_ranks, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB),
     )
-    terms = [Term(Part.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
+    terms = [Term(Kind.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
     # where there is no room the allocator gives free blocks back
     room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
     apart = max(0.0, min(_blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
-    freed = Term(Part.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart)
+    freed = Term(Kind.OVERHEAD, APART, "free at the highest moment, as far as there is room", apart)
     return [*terms, freed] if apart else terms
 
 
 def _process_terms(job: Job, process_gib: float) -> list[Term]:
     what = "process: Python, PyTorch, libraries, data"
     if process_gib:
-        return [Term(Part.OVERHEAD, what, "measured", (process_gib + CPU_LATER_GIB) * GIB)]
+        return [Term(Kind.OVERHEAD, what, "measured", (process_gib + CPU_LATER_GIB) * GIB)]
     sizes_gib = {
         what: CPU_PROCESS_GIB,
         "process: what opens pictures, and these": CPU_PICTURES_GIB * bool(job.batch.tiles),
         "process: freed blocks that it keeps": CPU_PAIRS_GIB * job.batch.goal.compares,
     }
-    return [Term(Part.OVERHEAD, what, "measured elsewhere", gib * GIB) for what, gib in sizes_gib.items() if gib]
+    return [Term(Kind.OVERHEAD, what, "measured elsewhere", gib * GIB) for what, gib in sizes_gib.items() if gib]
 
 
 def _blocks_apart(memory: DeviceMemory) -> float:

@@ -12,7 +12,7 @@ from common.planning.shares import (
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import Part, Term
+from common.planning.terms import Kind, Term
 
 # a full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
 # it; while a larger one is being written, from a copy on the host, training goes on
@@ -35,7 +35,7 @@ def file_bytes(total_bytes: int) -> int:
 def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[str, list[Term]]:
     """Return, by phase, the summands of the fullest machine's own memory, beside what its programs take."""
     offload = offloaded(architecture, job, machines)
-    weights = [term for term in offload if term.part == Part.WEIGHTS]
+    weights = [term for term in offload if term.part == Kind.WEIGHTS]
     return {
         "loading": [*weights, _being_read(architecture, job, machines)],
         "training": [*offload, *_staged(architecture, job, machines)],
@@ -51,7 +51,7 @@ def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
     parts = (job.shard_ranks if sharing.uses_fsdp else job.devices) if reads_parts else 1
     formula = f"{ranks} x {count:,} x {job.weight_bytes} bytes" + (f" / {parts} ranks" if parts > 1 else "")
     what = "largest weight, each rank's own part" if parts > 1 else "largest weight on each rank"
-    return Term(Part.WEIGHTS, what, formula, ranks * count * job.weight_bytes / parts)
+    return Term(Kind.WEIGHTS, what, formula, ranks * count * job.weight_bytes / parts)
 
 
 def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
@@ -62,7 +62,7 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
         return _stages(count, each, job, machines, job.devices)
     if sharing.shards_weights or sharing.splits_matrices:
         size = min(file_bytes(count * each), count * each)
-        return Term(Part.WEIGHTS, "one file's weights", f"of {count:,} x {each} bytes", size)
+        return Term(Kind.WEIGHTS, "one file's weights", f"of {count:,} x {each} bytes", size)
     return _plain_file(count * each)
 
 
@@ -78,11 +78,11 @@ def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[T
     # merged on the host where the GPU has no room; with one rank (2.3) into both bases
     models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
     formula = f"{models} x {weights:,} x {each} bytes"
-    return [Term(Part.WEIGHTS, f"merged weights{of_both}", formula, models * weights * each)]
+    return [Term(Kind.WEIGHTS, f"merged weights{of_both}", formula, models * weights * each)]
 
 
 def _plain_file(size: float) -> Term:
-    return Term(Part.WEIGHTS, "one file's weights", "at most 50 GB", min(size, PLAIN_FILE_BYTES))
+    return Term(Kind.WEIGHTS, "one file's weights", "at most 50 GB", min(size, PLAIN_FILE_BYTES))
 
 
 def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host: bool = False) -> Term:
@@ -93,9 +93,9 @@ def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host
     here, stage_bytes = min(job.devices // machines, stages), count * each / stages
     if on_host:
         formula = f"{here} x {count:,} x {each} bytes / {stages}"
-        return Term(Part.WEIGHTS, "merged stages", formula, here * stage_bytes)
+        return Term(Kind.WEIGHTS, "merged stages", formula, here * stage_bytes)
     size = min(file_bytes(int(stage_bytes)), stage_bytes)
-    return Term(Part.WEIGHTS, "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
+    return Term(Kind.WEIGHTS, "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:
@@ -103,14 +103,14 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
     if not job.offload:
         return []
     weights, trained = _counts(architecture, job)
-    of_weights = (Part.WEIGHTS, "weights", weights, job.weight_bytes)
+    of_weights = (Kind.WEIGHTS, "weights", weights, job.weight_bytes)
     terms = [
-        (Part.OPTIMIZER, "optimizer states", trained, state_bytes(job, job.trained_bytes)),
+        (Kind.OPTIMIZER, "optimizer states", trained, state_bytes(job, job.trained_bytes)),
         of_weights,
-        (Part.GRADIENTS, "gradients", trained, job.trained_bytes),
+        (Kind.GRADIENTS, "gradients", trained, job.trained_bytes),
     ]
     if job.parallelism.uses_deepspeed:
-        terms = [(Part.OPTIMIZER, "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
+        terms = [(Kind.OPTIMIZER, "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
         terms += [of_weights] if job.parallelism.shards_weights else []
     return [_shards(*term, job, machines) for term in terms]
 
@@ -125,10 +125,10 @@ def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:
         return []
     terms = (
-        (Part.WEIGHTS, "copy of the weights that are saved", trained, each),
-        (Part.WEIGHTS, "the same of the vision tower", of_tower, tower_each),
-        (Part.OPTIMIZER, "copy of their optimizer states", trained, state),
-        (Part.OPTIMIZER, "the same of the vision tower", of_tower, tower_state),
+        (Kind.WEIGHTS, "copy of the weights that are saved", trained, each),
+        (Kind.WEIGHTS, "the same of the vision tower", of_tower, tower_each),
+        (Kind.OPTIMIZER, "copy of their optimizer states", trained, state),
+        (Kind.OPTIMIZER, "the same of the vision tower", of_tower, tower_state),
     )
     return [_shards(part, what, count, each, job, machines) for part, what, count, each in terms if count]
 
@@ -140,7 +140,7 @@ def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
     return own + trained * job.method.has_adapters, trained
 
 
-def _shards(part: Part, what: str, count: int, each: float, job: Job, machines: int) -> Term:
+def _shards(part: Kind, what: str, count: int, each: float, job: Job, machines: int) -> Term:
     """Return what the ranks of one machine hold of `count` numbers; one of them, of what is not divided among ranks."""
     if not (job.parallelism.shards or job.parallelism.splits_matrices):
         return Term(part, what, f"{count:,} x {each:g} bytes", count * each)

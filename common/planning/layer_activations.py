@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Part, Term, activations, numbers, size_of, times_each
+from common.planning.terms import Kind, Term, activations, numbers, size_of, times_each
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class LayerActivations:
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
         count = sum(linear.weights for linear in linears) * (self.job.autocasts and not self.job.method.quantizes)
-        return [numbers(Part.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
+        return [numbers(Kind.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
 
     # -- the backward pass
 

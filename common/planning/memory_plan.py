@@ -34,7 +34,7 @@ from common.planning.shares import (
     trained_weight_bytes,
     trains_head,
 )
-from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each
+from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
 
@@ -90,7 +90,7 @@ class DeviceSums(BetweenSteps):
         self.trains_head = share.has_head and trains_head(architecture, job)
         self.head_gradients = (self.matrix + architecture.final_parameters) * self.trains_head
         of_tower = self.trained_of_tower * (not job.has_buckets)
-        self.tower_gradients = numbers(Part.GRADIENTS, "gradients of the vision tower", of_tower, job.weight_bytes)
+        self.tower_gradients = numbers(Kind.GRADIENTS, "gradients of the vision tower", of_tower, job.weight_bytes)
         self.is_llama_like = architecture.family.is_llama_like
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         encoders_output = self._hidden_state("encoder's output", formula="TE H x")
@@ -242,13 +242,13 @@ class DeviceSums(BetweenSteps):
         job, sharing = self.job, self.job.parallelism
         elsewhere = job.has_buckets or sharing.is_zero_3 or (job.offload and sharing.shards_weights)
         ranks = job.shard_ranks if "gradients" in sharing.shards else 1
-        return [numbers(Part.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
+        return [numbers(Kind.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 
     def _scattered(self) -> list[Term]:
         count = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
         count *= self.job.parallelism.shards_weights and not self.job.method.has_adapters
         what = "a layer's gradients before they are scattered"
-        return [numbers(Part.BUFFERS, what, count, self.job.arithmetic_bytes)]
+        return [numbers(Kind.BUFFERS, what, count, self.job.arithmetic_bytes)]
 
     # -- activations that wait for the backward pass
 
@@ -333,7 +333,7 @@ class DeviceSums(BetweenSteps):
 
     def _logits(self, what: str, formula: str, each: int, of_chunk: bool = False) -> Term:
         positions = self.positions_at_once if of_chunk else self.positions
-        return Term(Part.LOGITS, what, formula, each * positions * self.architecture.vocab)
+        return Term(Kind.LOGITS, what, formula, each * positions * self.architecture.vocab)
 
     def _loss_forward(self) -> list[Term]:
         """Return logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest.
@@ -370,15 +370,15 @@ class DeviceSums(BetweenSteps):
             *self._head_copy(),
             *self._of_chunks(),
             *gradient,
-            numbers(Part.GRADIENTS, what, beside_bucket, job.trained_bytes),
-            Term(Part.GRADIENTS, "the same in the arithmetic's format", "V H a", trained * a * job.autocasts),
+            numbers(Kind.GRADIENTS, what, beside_bucket, job.trained_bytes),
+            Term(Kind.GRADIENTS, "the same in the arithmetic's format", "V H a", trained * a * job.autocasts),
         ]
 
     def _of_chunks(self) -> list[Term]:
         size = 4 * self.matrix * (self.trains_head and self.chunks > 1)
         return [
             activations("inputs of the head, and their gradients", "2 P H x", 2 * self.hidden_size(self.positions)),
-            Term(Part.GRADIENTS, "head's gradient of the chunks before", "V H 4", size),
+            Term(Kind.GRADIENTS, "head's gradient of the chunks before", "V H 4", size),
             *self._cached_copies(),  # their gradients come within the forward pass
         ]
 
@@ -390,7 +390,7 @@ class DeviceSums(BetweenSteps):
         at_once = min(positions // self.job.micro_batches, max(1, LOGITS_AT_ONCE // vocab))
         return [
             # those in 16 bits are gone when the log-probabilities come
-            Term(Part.LOGITS, "a chunk's logits and log-probabilities", "C V 8", 8 * at_once * vocab),
+            Term(Kind.LOGITS, "a chunk's logits and log-probabilities", "C V 8", 8 * at_once * vocab),
             activations("inputs of the head", "P H a", positions * self.architecture.hidden * a),
         ]
 
@@ -420,7 +420,7 @@ class DeviceSums(BetweenSteps):
 
     def _head_copy(self) -> list[Term]:
         size = self.matrix * self.job.arithmetic_bytes * self._casts_head()
-        return [Term(Part.WEIGHTS, "autocast's copy of the head", "V H a", size)]
+        return [Term(Kind.WEIGHTS, "autocast's copy of the head", "V H a", size)]
 
     def _casts_head(self) -> bool:
         return self.job.autocasts
@@ -441,9 +441,9 @@ class DeviceSums(BetweenSteps):
         is_one_end = self.architecture.tied and self.share.has_embeddings != self.share.has_head
         sends = self.job.parallelism.pipelines and self.job.trains_all and is_one_end
         size = self.architecture.embedding_parameters * self.job.trained_bytes * sends
-        return [Term(Part.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)]
+        return [Term(Kind.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)]
 
     def _optimizer_step(self) -> list[Term]:
         size = trained_weight_bytes(self.architecture, self.job, self.share) / self.job.shard_ranks
         size *= self.job.optimizer == "adamw_torch" and not self.job.offload
-        return [Term(Part.OPTIMIZER, "square roots of the variances, all at once", "one state", size)]
+        return [Term(Kind.OPTIMIZER, "square roots of the variances, all at once", "one state", size)]

@@ -12,7 +12,7 @@ Letters as in `memory_plan`, and: P positions that the head reads, R of these an
 from common.planning.layer_activations import widest_without_gradients
 from common.planning.memory_plan import DeviceSums, Moment
 from common.planning.shares import widest_matrix
-from common.planning.terms import Part, Term, activations, numbers, size_of
+from common.planning.terms import Kind, Term, activations, numbers, size_of
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
 # bytes beside a number of the tile, of PyTorch's operations in fp32: in the forward pass 3 tensors and a mask, in the
@@ -40,7 +40,7 @@ class PairSums(DeviceSums):
         if self.job.reads_reference:
             policy, a = self._head_inputs("inputs of the policy's head"), self.job.arithmetic_bytes
             widest = widest_matrix(self.architecture) * self.job.autocasts
-            copy = numbers(Part.WEIGHTS, "autocast's copy of the widest matrix", widest, a)
+            copy = numbers(Kind.WEIGHTS, "autocast's copy of the widest matrix", widest, a)
             layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
             moments[Moment.REFERENCE_LAYER] = [policy, layer, copy]
             moments[Moment.REFERENCE_HEAD] = [policy, *head]
@@ -58,7 +58,7 @@ class PairSums(DeviceSums):
         """Return a tied head's gradient, which beside earlier ones, or DDP's buckets, waits for the embeddings'."""
         waits = self.adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
         what = "gradient of the tied head, before it is added"
-        return [numbers(Part.GRADIENTS, what, self.matrix * waits, self.job.trained_bytes)]
+        return [numbers(Kind.GRADIENTS, what, self.matrix * waits, self.job.trained_bytes)]
 
     # -- the head
 
@@ -67,7 +67,7 @@ class PairSums(DeviceSums):
         rows, copies = min(self.positions, TILE_POSITIONS), self.job.cpu_operations and self.job.arithmetic_bytes < 4
         factor = max(self.columns, rows if self.trains_head else 0) * self.architecture.hidden
         copied = [
-            Term(Part.LOGITS, "a tile in fp32", "C 4", 4 * rows * self.columns * copies),
+            Term(Kind.LOGITS, "a tile in fp32", "C 4", 4 * rows * self.columns * copies),
             activations("what it is multiplied with, in fp32", "max(U, R) H 4", 4 * factor * copies),
         ]
         beside = max(self._folded(self.positions, BACKWARD_BESIDE), copied, key=size_of)
@@ -80,7 +80,7 @@ class PairSums(DeviceSums):
             *self._tile(self.positions),
             *self._of_all_tiles(),
             activations("gradient of the head's inputs, in their format", "P H x", of_inputs * (self.hidden_bytes < 4)),
-            numbers(Part.GRADIENTS, "gradient of the head's matrix, as the weights are", of_matrix, each),
+            numbers(Kind.GRADIENTS, "gradient of the head's matrix, as the weights are", of_matrix, each),
         ]
 
     def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
@@ -97,22 +97,22 @@ class PairSums(DeviceSums):
         h, a, rows = self.architecture.hidden, self.job.arithmetic_bytes, min(positions, TILE_POSITIONS)
         of_columns, of_positions = h * (self.job.weight_bytes != a), h * a * (self.hidden_bytes != a)
         return [
-            Term(Part.LOGITS, "a tile of logits", "C a", rows * self.columns * a),
-            numbers(Part.WEIGHTS, "copy of a tile's columns", self.columns * of_columns, a),
+            Term(Kind.LOGITS, "a tile of logits", "C a", rows * self.columns * a),
+            numbers(Kind.WEIGHTS, "copy of a tile's columns", self.columns * of_columns, a),
             activations("copy of a tile's positions", "R H a", rows * of_positions),
         ]
 
     def _folded(self, positions: int, each: int) -> list[Term]:
         """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""
         size = min(positions, TILE_POSITIONS) * self.columns * each * self.job.cpu_operations
-        return [Term(Part.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)]
+        return [Term(Kind.LOGITS, "computed beside a tile, in fp32", f"C {each}", size)]
 
     def _of_all_tiles(self) -> list[Term]:
         of_inputs, of_matrix = 4 * self.positions * self.architecture.hidden, self.matrix * self.trains_head
         return [
             self._head_inputs("inputs of the head"),
             activations("their gradients, summed in fp32", "P H 4", of_inputs),
-            numbers(Part.GRADIENTS, "gradient of the head's matrix, summed in fp32", of_matrix, 4),
+            numbers(Kind.GRADIENTS, "gradient of the head's matrix, summed in fp32", of_matrix, 4),
         ]
 
     def _head_inputs(self, what: str) -> Term:

@@ -27,7 +27,7 @@ from common.planning.shares import (
     whole_model,
     widest_matrix,
 )
-from common.planning.terms import DeviceMemory, Part, Term, activations, numbers, size_of, times_each
+from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
@@ -108,10 +108,10 @@ class _PhaseSums:
             ranks = job.shard_ranks if sharing.shards_weights else job.devices
             parts = embeddings * (not sharing.pipelines)
             first = [
-                numbers(Part.WEIGHTS, "embeddings before they are divided", embeddings, each),
-                numbers(Part.WEIGHTS, "part of the embeddings", parts, each, ranks),
+                numbers(Kind.WEIGHTS, "embeddings before they are divided", embeddings, each),
+                numbers(Kind.WEIGHTS, "part of the embeddings", parts, each, ranks),
             ]
-            module = numbers(Part.WEIGHTS, "a module before it is divided", last, each)
+            module = numbers(Kind.WEIGHTS, "a module before it is divided", last, each)
             moments += [("the last module, whole", [*there, module]), ("the embeddings, whole", first)]
         return self._phase("loading", "trained model", *moments, attends=False)
 
@@ -155,9 +155,9 @@ class _PhaseSums:
         reading = [*self._layer(rows, length, target_length, a), *self._images(rows)]
         in_forward, at_loss = (self._trained.gathered(n) for n in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS))
         what = "logits before and after, and two tensors of their differences"
-        compared = Term(Part.LOGITS, what, "4 P V 4", 16 * count)
+        compared = Term(Kind.LOGITS, what, "4 P V 4", 16 * count)
         reloaded = 4 * count * (method.has_adapters and self.reloads_adapter)
-        adapted = Term(Part.LOGITS, "logits with the adapter that was loaded", "P V 4", reloaded)
+        adapted = Term(Kind.LOGITS, "logits with the adapter that was loaded", "P V 4", reloaded)
         moments = [
             (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
             (LAYER, [*kept, *in_forward, *passing]),
@@ -165,12 +165,12 @@ class _PhaseSums:
             ("what was saved is loaded", saved),
         ]
         if self.share.has_head or not sharing.pipelines:  # the last stage compares
-            expected = [Term(Part.LOGITS, "the trained model's logits", "P V 4", 4 * count), adapted]
+            expected = [Term(Kind.LOGITS, "the trained model's logits", "P V 4", 4 * count), adapted]
             copying = at_loss if sharing.uses_deepspeed else []  # FSDP lets go when the forward ends
             each = 2 * a if parts > 1 else a  # of a pipeline with those of its micro-batches
             with_copy = each + (4 if a < 4 else 0)
             what = "whole logits of a few rows, and their copies"
-            logits, copied = (Term(Part.LOGITS, what, f"P V {size}", count * size) for size in (each, with_copy))
+            logits, copied = (Term(Kind.LOGITS, what, f"P V {size}", count * size) for size in (each, with_copy))
             moments += [
                 ("the saved model's vision tower", [*saved, *expected, *self._images(rows, looking=True)]),
                 ("the trained model's logits", [*kept, *at_loss, logits]),
@@ -183,7 +183,7 @@ class _PhaseSums:
         elif self.stage:
             each = a + (4 if a < 4 else 0)
             what = "logits that the last stage sends, in fp32, too"
-            received = Term(Part.LOGITS, what, f"P V {each}", count * each)
+            received = Term(Kind.LOGITS, what, f"P V {each}", count * each)
             moments += [
                 ("forward of a layer of the saved model", [*saved, adapted, *reading]),
                 ("the saved model's logits", [*saved, adapted, received]),
@@ -192,7 +192,7 @@ class _PhaseSums:
         is_here = method.has_plain_adapters or (not sharing.is_single and self._has_room_for_whole())
         if method.has_adapters and is_here and self.merges:
             what = "an adapter's product, and its sum with the matrix"
-            product = numbers(Part.WEIGHTS, what, widest_matrix(architecture), 4 + 4)
+            product = numbers(Kind.WEIGHTS, what, widest_matrix(architecture), 4 + 4)
             moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
@@ -210,7 +210,7 @@ class _PhaseSums:
         if shape.has_independent_judge:
             size = self._rows_at_once(1) * shape.labelled * (4 + 2 * 4) * JUDGE_HIDDEN * 4
             what = "the judge's hidden states, and what one layer makes of them"
-            weights = numbers(Part.WEIGHTS, "independent judge", JUDGE_WEIGHTS, 4)
+            weights = numbers(Kind.WEIGHTS, "independent judge", JUDGE_WEIGHTS, 4)
             moments["the independent judge"] = [weights, activations(what, "T 12 H 4", size)]
         all_moments = [(moment, [*answering, *terms]) for moment, terms in moments.items()]
         if shape.judged:
@@ -241,7 +241,7 @@ class _PhaseSums:
 
     def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
         count = parameters_of(self.architecture, self._whole.share)
-        return [numbers(Part.WEIGHTS, what, count, self.job.whole_model_bytes)]
+        return [numbers(Kind.WEIGHTS, what, count, self.job.whole_model_bytes)]
 
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
@@ -264,7 +264,7 @@ class _PhaseSums:
             adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
             count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)
         count *= job.parallelism.shards_weights or job.parallelism.splits_matrices
-        return [numbers(Part.BUFFERS, "the largest weight that is saved, gathered", count, job.trained_bytes)]
+        return [numbers(Kind.BUFFERS, "the largest weight that is saved, gathered", count, job.trained_bytes)]
 
     def _evaluated(self, tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
@@ -297,7 +297,7 @@ class _PhaseSums:
         return [
             *sums.weights(),
             *sums.optimizer_states(),
-            Term(Part.BUFFERS, "hidden states to receive", "T H x, all parts", received),
+            Term(Kind.BUFFERS, "hidden states to receive", "T H x, all parts", received),
             activations("hidden states that were handed on", formula, sent * (1 - 1 / self.job.micro_batches)),
         ]
 
@@ -307,7 +307,7 @@ class _PhaseSums:
             for stack, layers in self._trained.stacks
         )
         what = "autocast's copies of the trained matrices"
-        return [numbers(Part.WEIGHTS, what, trained * self.job.autocasts, self.job.arithmetic_bytes)]
+        return [numbers(Kind.WEIGHTS, what, trained * self.job.autocasts, self.job.arithmetic_bytes)]
 
     # -- a forward pass without gradients
 
@@ -357,10 +357,10 @@ class _PhaseSums:
         if not self.shape.new_tokens:
             return {"labels": reading}
         size, last = rows * self.architecture.vocab * (a + 4), length + self.shape.new_tokens
-        logits = Term(Part.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
+        logits = Term(Kind.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
         if len(self.architecture.stacks) > 1:
             return self._summaries(rows, logits, a)
-        copy = Term(Part.BUFFERS, "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a))
+        copy = Term(Kind.BUFFERS, "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a))
         return {
             "the prompts": [*self._cached(rows, length, a), *reading, logits],
             "the last new token": [*self._cached(rows, last, a), *self._layer(rows, 1, 1, a), copy, logits],
@@ -372,7 +372,7 @@ class _PhaseSums:
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
         size = rows * length * self.architecture.hidden * a
         encoded = activations("encoder's output for each beam", "B W S H a", size)
-        copies = Term(Part.BUFFERS, "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
+        copies = Term(Kind.BUFFERS, "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         return {
             "the texts": self._layer(self._answered, length, 0, a),
             "the first new token": [*of_texts, encoded, copies, logits],
@@ -384,4 +384,4 @@ class _PhaseSums:
 
     def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
         layers = sum(layers for stack, layers in self._whole.stacks if stack.kind != StackKind.ENCODER)
-        return [Term(Part.BUFFERS, what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
+        return [Term(Kind.BUFFERS, what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]

@@ -11,7 +11,7 @@ from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
 from common.planning.shares import part_of_rank, sees, whole_model
-from common.planning.terms import DeviceMemory, Part
+from common.planning.terms import DeviceMemory, Kind
 from common.planning.tower_activations import TowerActivations
 
 
@@ -69,9 +69,9 @@ def phase_that_is_too_large(plan: Plan) -> str:
 
 def _what_would_help(plan: Plan) -> str:
     job, parts = plan.job, plan.fullest[0].parts_gib
-    passing = parts[Part.ACTIVATIONS] + parts[Part.LOGITS] > 0.5 * sum(parts.values())
-    states = parts[Part.OPTIMIZER] + parts[Part.GRADIENTS] > parts[Part.WEIGHTS]
-    keeps_most = not job.gradient_checkpointing and parts[Part.ACTIVATIONS] > parts[Part.WEIGHTS]
+    passing = parts[Kind.ACTIVATIONS] + parts[Kind.LOGITS] > 0.5 * sum(parts.values())
+    states = parts[Kind.OPTIMIZER] + parts[Kind.GRADIENTS] > parts[Kind.WEIGHTS]
+    keeps_most = not job.gradient_checkpointing and parts[Kind.ACTIVATIONS] > parts[Kind.WEIGHTS]
     remedies = [
         "gradient checkpointing" if keeps_most else "",
         "shorter rows (--seq-len)" if passing else "",

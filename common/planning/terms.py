@@ -8,7 +8,7 @@ from functools import cached_property
 from common.hardware.devices import GIB, Gpu
 
 
-class Part(StrEnum):
+class Kind(StrEnum):
     """What a summand is for; the overhead comes on top of what PyTorch allocates."""
 
     WEIGHTS = "weights"
@@ -20,14 +20,14 @@ class Part(StrEnum):
     OVERHEAD = "overhead"
 
 
-PARTS = tuple(part.value for part in Part if part != Part.OVERHEAD)  # of allocated memory
+PARTS = tuple(part.value for part in Kind if part != Kind.OVERHEAD)  # of allocated memory
 
 
 @dataclass(frozen=True)
 class Term:
     """One summand of a device's memory: `count` bytes; 0 where a condition does not hold, and then it is not shown."""
 
-    part: Part
+    part: Kind
     what: str
     formula: str
     count: float
@@ -45,10 +45,10 @@ def size_of(terms: Iterable[Term]) -> float:
 
 def activations(what: str, formula: str, count: float) -> Term:
     """Return a summand of the activations."""
-    return Term(Part.ACTIVATIONS, what, formula, count)
+    return Term(Kind.ACTIVATIONS, what, formula, count)
 
 
-def numbers(part: Part, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
+def numbers(part: Kind, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
     """Return the summand of `count` numbers of so many bytes each, divided among `ranks`."""
     shared = f" / {ranks} ranks" if ranks > 1 else ""
     return Term(part, what, f"{count:,} x {bytes_each:g} bytes{shared}", count * bytes_each / ranks)
@@ -71,12 +71,12 @@ class DeviceMemory:
     @cached_property
     def parts_gib(self) -> dict[str, float]:
         """GiB by part."""
-        return {part.value: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Part}
+        return {part.value: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in Kind}
 
     @property
     def allocated_gib(self) -> float:
         """What PyTorch would call peak allocated."""
-        return self.peak_gib - self.parts_gib[Part.OVERHEAD]
+        return self.peak_gib - self.parts_gib[Kind.OVERHEAD]
 
     @property
     def peak_gib(self) -> float:

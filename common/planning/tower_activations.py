@@ -9,7 +9,7 @@ from common.planning.architectures import Tower
 from common.planning.job import BatchShape, Job
 from common.planning.layer_activations import LayerActivations
 from common.planning.shares import alone
-from common.planning.terms import Part, Term, activations, times_each
+from common.planning.terms import Kind, Term, activations, times_each
 
 # as processors make them: a channel in fp32, and whether a pixel counts as int64
 PIXEL_BYTES, PIXEL_MASK_BYTES = 4, 8
@@ -41,7 +41,7 @@ class TowerActivations:
         """Return the batch's images, which are there all the time that a step takes."""
         each = self.tower.channels * PIXEL_BYTES + PIXEL_MASK_BYTES
         what = "pictures, and which of their pixels count"
-        return [Term(Part.BUFFERS, what, f"pixels x {each}", self.pixels * each)]
+        return [Term(Kind.BUFFERS, what, f"pixels x {each}", self.pixels * each)]
 
     def forward(self) -> list[Term]:
         """Return what a layer's forward pass works on, whether or not anything of it is kept.
@@ -58,7 +58,7 @@ class TowerActivations:
         return [
             activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each),
             activations(f"vision tower: hidden states, and {what}", formula, self.patches * max(in_mlp, in_attention)),
-            Term(Part.WEIGHTS, "autocast's copy of a matrix of the vision tower", "Hv Iv a", cast),
+            Term(Kind.WEIGHTS, "autocast's copy of a matrix of the vision tower", "Hv Iv a", cast),
         ]
 
     def result(self) -> list[Term]:

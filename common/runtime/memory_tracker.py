@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from common.planning.terms import PARTS
+from common.planning.terms import PARTS, Kind
 
 ALLOCATION_BYTES = 512  # CUDA's allocator hands out multiples (kMinBlockSize in c10/cuda/CUDACachingAllocator)
 # what follows the last layer of a device without a head: the hidden state is sent, and its gradient received
@@ -28,7 +28,7 @@ Timeline = dict[str, Bytes]  # what is alive at the highest moment of each segme
 class Watch(Protocol):
     """What is told which part of the step runs."""
 
-    def enter(self, segment: str, new_part: str = "activations") -> None:
+    def enter(self, segment: str, new_part: Kind = Kind.ACTIVATIONS) -> None:
         """Begin `segment`; what it makes counts as `new_part`."""
 
 
@@ -40,16 +40,16 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.vocab_size, self.rounded_to = vocab_size, rounded_to
         self.part_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.live: Counter[str] = Counter()
-        self.segment, self.new_part = "load", "activations"
+        self.live: Counter[Kind] = Counter()
+        self.segment, self.new_part = "load", Kind.ACTIVATIONS
         self.timeline: Timeline = {}
 
-    def enter(self, segment: str, new_part: str = "activations") -> None:
+    def enter(self, segment: str, new_part: Kind = Kind.ACTIVATIONS) -> None:
         """Count the peak as that of `segment` from now on, and what is made as `new_part`."""
         self.segment, self.new_part = segment, new_part
         self._remember()
 
-    def add(self, tensor: torch.Tensor, part: str) -> None:
+    def add(self, tensor: torch.Tensor, part: Kind) -> None:
         """Count a tensor's storage as `part`; one that was counted as another part moves."""
         storage = _storage_of(tensor)
         if storage in self.part_of:
@@ -62,7 +62,7 @@ class MemoryTracker(TorchDispatchMode):
         entry[0] = part
         self.live[part] += entry[1]
 
-    def add_all(self, parts: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    def add_all(self, parts: Mapping[Kind, Iterable[torch.Tensor]]) -> None:
         """Count the tensors of each part."""
         for part, tensors in parts.items():
             for tensor in tensors:
@@ -106,14 +106,14 @@ class MemoryTracker(TorchDispatchMode):
         self._remember()
         return made
 
-    def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> str:
-        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == "weights":
-            return "weights"  # autocast's copy in the precision of the arithmetic
-        if self.new_part == "activations" and tensor.dim() and tensor.shape[-1] == self.vocab_size:
-            return "logits"
+    def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> Kind:
+        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == Kind.WEIGHTS:
+            return Kind.WEIGHTS  # autocast's copy in the precision of the arithmetic
+        if self.new_part == Kind.ACTIVATIONS and tensor.dim() and tensor.shape[-1] == self.vocab_size:
+            return Kind.LOGITS
         return self.new_part
 
-    def _part(self, tensor: torch.Tensor) -> str | None:
+    def _part(self, tensor: torch.Tensor) -> Kind | None:
         entry = self.part_of.get(_storage_of(tensor))
         return entry[0] if entry else None
 
@@ -177,7 +177,7 @@ def mark(layer: torch.nn.Module, tracker: Watch, place: str = "", after: str = "
 def watch_gradients(model: torch.nn.Module, tracker: MemoryTracker) -> list[RemovableHandle]:
     """Have the tracker count each weight's gradient as such once it is there, until the handles are removed."""
     return [
-        weight.register_post_accumulate_grad_hook(lambda weight: tracker.add(weight.grad, "gradients"))
+        weight.register_post_accumulate_grad_hook(lambda weight: tracker.add(weight.grad, Kind.GRADIENTS))
         for weight in model.parameters()
         if weight.requires_grad
     ]
