@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import nbformat
@@ -226,6 +227,25 @@ def test_a_notebook_is_fit_to_be_read(path: Path) -> None:
         assert len(cell.source.splitlines()) <= LONGEST_CELL_LINES
         functions = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.FunctionDef)]
         assert all(each.end_lineno - each.lineno < 10 for each in functions)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=id_of)
+def test_what_a_notebook_imports_is_there(path: Path) -> None:
+    code = "\n".join(cell.source for cell in code_cells(path) if not cell.source.startswith("%"))
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
+    named = [
+        f"{node.module}:{alias.name}" for node in imports for alias in node.names if not node.module.startswith("my_")
+    ]
+    assert any(name.startswith("common.") for name in named)
+    assert not [name for name in named if not is_there(name)]
+
+
+def is_there(name: str) -> bool:
+    try:
+        resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return True
 
 
 @pytest.mark.parametrize("path", [path for path in TRAINING if path.stem.split("_")[-1] in CELL_BY_CELL], ids=id_of)
