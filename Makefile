@@ -10,7 +10,7 @@ TESTS := .venv/.has-test
 LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
-NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
+NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb [1-3].*/by_hand/*_by_hand.ipynb [1-3].*/by_hand/*_solutions.ipynb)
 # Two workers; tests/durations.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 

@@ -1,0 +1,106 @@
+"""Techniques by hand: cells run with their proofs; an exercise's check fails unsolved and passes with its solution."""
+
+import ast
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+from common.base.paths import REPOSITORY
+from tests.pace import patient
+
+FOLDERS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/by_hand"))
+SUFFIXES = ("by_hand", "exercises", "solutions")
+LONGEST_LINES = 30  # of a cell, and of a function
+LONGEST_S = 120
+EXERCISES = 3
+RUNS_A_FOLDER = "common.launch"  # what `make notebooks` runs, and recipes are tested for
+
+
+def id_of(folder: Path) -> str:
+    return folder.parent.name[:3]
+
+
+def notebook_of(folder: Path, suffix: str) -> Path:
+    (found,) = folder.glob(f"*_{suffix}.ipynb")
+    return found
+
+
+def cells_of(folder: Path, suffix: str) -> list[NotebookNode]:
+    return nbformat.read(notebook_of(folder, suffix), as_version=4).cells
+
+
+def code_of(folder: Path, suffix: str) -> list[NotebookNode]:
+    return [cell for cell in cells_of(folder, suffix) if cell.cell_type == "code"]
+
+
+def is_tagged(cell: NotebookNode, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", [])
+
+
+def executed(cells: list[NotebookNode], folder: Path) -> list[NotebookNode]:
+    """Run cells in a kernel of their own, one after the other; an error ends it, but in a cell that is to raise one."""
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    where = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=patient(LONGEST_S), kernel_name="python3", resources=where).execute()
+    return notebook.cells
+
+
+def test_each_technique_that_trains_has_all_three() -> None:
+    techniques = {path.name for path in REPOSITORY.glob("[23].[0-9]_*")}
+    assert {folder.parent.name for folder in FOLDERS} == techniques
+    for folder in FOLDERS:
+        assert len({notebook_of(folder, suffix).stem.removesuffix(f"_{suffix}") for suffix in SUFFIXES}) == 1
+
+
+@pytest.mark.usefixtures("forked_kernels")
+@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
+def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path) -> None:
+    cells = [cell for cell in code_of(folder, "by_hand") if RUNS_A_FOLDER not in cell.source]
+    assert sum(is_tagged(cell, "by-hand") for cell in cells) >= 4
+    assert any("assert" in cell.source for cell in cells)
+    executed(cells, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_kernels")
+@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
+def test_a_check_fails_unsolved_and_passes_solved(folder: Path) -> None:
+    unsolved, solved = code_of(folder, "exercises"), code_of(folder, "solutions")
+    cells: list[NotebookNode] = []
+    for before, after in zip(unsolved, solved, strict=True):
+        if not is_tagged(before, "exercise"):
+            assert before.source == after.source
+        if is_tagged(before, "check"):
+            solution = cells.pop()
+            first = nbformat.v4.new_code_cell(before.source, metadata={"tags": ["raises-exception", "unsolved"]})
+            cells += [first, solution]
+        elif is_tagged(before, "exercise"):
+            cells.append(before)
+        cells.append(after)
+    found = executed(cells, folder)
+    tried = [cell for cell in found if is_tagged(cell, "unsolved")]
+    assert len(tried) == EXERCISES
+    assert all(any(output.output_type == "error" for output in cell.outputs) for cell in tried)
+    passed = [output.text for cell in found for output in cell.outputs if output.output_type == "stream"]
+    assert [f"{number} is solved" in "".join(passed) for number in range(1, EXERCISES + 1)] == [True] * EXERCISES
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_it_is_fit_to_be_read(folder: Path, suffix: str) -> None:
+    cells, code = cells_of(folder, suffix), code_of(folder, suffix)
+    assert all(word in cells[0].source for word in ("**Time:**", "**Before this:**"))
+    assert len(cells) - len(code) >= len(cells) // 3
+    for cell in code:
+        assert len(cell.source.splitlines()) <= LONGEST_LINES
+        if not re.search(r"^[!%]", cell.source, re.MULTILINE):
+            for node in ast.walk(ast.parse(cell.source)):
+                assert not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno < LONGEST_LINES
+    counts = [cell.execution_count for cell in code]
+    assert counts == ([None] * len(code) if suffix == "exercises" else list(range(1, len(code) + 1)))
+    text = notebook_of(folder, suffix).read_text(encoding="utf-8")
+    assert not re.search(r"(/(home|root|Users|tmp|work)/|hf_[A-Za-z0-9]{20,})", text)
