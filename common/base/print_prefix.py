@@ -28,8 +28,11 @@ def rank_prefix(rank: int, device: str, host: str = "") -> str:
     return f"[{host}:RANK{rank}:{where}]" if host else f"[RANK{rank}:{where}]"
 
 
-def prefixed_print(prefix: str, original: Print) -> Print:
-    """Return `original` (a `print`) with `prefix` before each line for stdout or stderr, also one printed in pieces."""
+def prefixed_print(prefix: str, original: Print, is_quiet: bool = False) -> Print:
+    """Return `original` (a `print`) with `prefix` before each line for stdout or stderr, also one printed in pieces.
+
+    With `is_quiet` nothing is printed to stdout.
+    """
     at_line_start: dict[int, bool] = {}
 
     def print_with_prefix(*objects: object, sep: str | None = None, end: str | None = None,
@@ -37,6 +40,8 @@ def prefixed_print(prefix: str, original: Print) -> Print:
         target = sys.stdout if file is None else file
         if target is None or target not in (sys.stdout, sys.stderr):
             original(*objects, sep=sep, end=end, file=file, flush=flush)
+            return
+        if is_quiet and target is sys.stdout:
             return
         plain = io.StringIO()
         original(*objects, sep=sep, end=end, file=plain)
@@ -51,10 +56,10 @@ def prefixed_print(prefix: str, original: Print) -> Print:
 
 
 @contextmanager
-def printing_with_prefix(prefix: str) -> Iterator[None]:
-    """Replace the built-in `print` while the block runs."""
+def printing_with_prefix(prefix: str, is_quiet: bool = False) -> Iterator[None]:
+    """Replace the built-in `print` by `prefixed_print` while the block runs."""
     original = builtins.print
-    builtins.print = prefixed_print(prefix, original)
+    builtins.print = prefixed_print(prefix, original, is_quiet)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
+from unittest import mock
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -54,13 +55,14 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     name_deepspeeds_device()  # the ranks are copies of this process
     os.environ[KEEPS_NO_PORT] = "1"
     try:
-        notebook_launcher(
-            _import_and_run,
-            args=(workflow_module, overrides, instead),
-            num_processes=world_size,
-            rdzv_backend="c10d",
-            rdzv_conf={"store_type": "file"},
-        )
+        with mock.patch("accelerate.launchers.print", create=True):  # which says "CUDAs" on a CPU, too
+            notebook_launcher(
+                _import_and_run,
+                args=(workflow_module, overrides, instead),
+                num_processes=world_size,
+                rdzv_backend="c10d",
+                rdzv_conf={"store_type": "file"},
+            )
     except ChildFailedError as failure:
         message = failure.get_first_failure()[1].message
         said = message["message"] if isinstance(message, dict) else message  # a dictionary has the traceback, too

@@ -229,7 +229,7 @@ def rank_started(run: RunConfig) -> Iterator[Rank]:
     """Start a rank for the block's work, with its prefix before every printed line, and end it afterwards."""
     rank = start_rank(run)
     try:
-        with printing_with_prefix(rank.prefix):
+        with printing_with_prefix(rank.prefix, is_quiet=run.log_level == "warning"):
             yield rank
         wait_for_everyone()  # leave together: a rank that still sends to one that has gone may hang
     finally:

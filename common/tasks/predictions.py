@@ -43,7 +43,8 @@ def predict_rows(
     title = f"{rank.prefix} {what} {_title_of(when)}, batches"
     predicted: dict[int, Any] = {}
     memory, weights = log.memory, [tensor for model in models for tensor in tensors_of(model)]
-    for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
+    is_silent = not rank.is_main or log.run.log_level == "warning"
+    for numbers in tqdm(batches, desc=title, disable=is_silent, file=sys.stdout, delay=2, mininterval=2):
         with nullcontext() if predicted else memory.counting(memory.current, {"weights": weights}):
             predicted.update(zip(numbers, predict(numbers), strict=True))
     of_all = dict(gather_object(list(predicted.items()) if sharing.is_last else []))

@@ -58,3 +58,12 @@ def test_a_wrong_argument_is_still_a_type_error_after_which_print_is_itself_agai
     with pytest.raises(TypeError), printing_with_prefix("[P]"):
         print("a", sep=3)
     assert print is original
+
+
+def test_a_quiet_rank_prints_errors_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with printing_with_prefix("[P]", is_quiet=True), (tmp_path / "f.txt").open("w") as file:
+        print("step 1 of 3")
+        print("kept", file=file)
+        print("disk is full", file=sys.stderr)
+    assert capsys.readouterr() == ("", "[P] disk is full\n")
+    assert (tmp_path / "f.txt").read_text() == "kept\n"
