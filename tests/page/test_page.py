@@ -243,7 +243,7 @@ MAKE = """
 import resource, sys
 from pathlib import Path
 from common.records.store import records_in
-from common.reporting import page
+from bench.page import page
 from common.reporting.rows import result_files
 page.write_page(Path(sys.argv[1]), [], (run for _, run in records_in(result_files(Path(sys.argv[2])))))
 peak_kib = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]  # ru_maxrss has the parent's, too
