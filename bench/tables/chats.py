@@ -119,11 +119,11 @@ def planner_says(question: str) -> str:
 
 
 def _plans_on_two_cards(_: list[Record]) -> list[Row]:
-    """Return the plans for two cards of 24 GB that are likely to fit, and the next."""
+    """Return the plans for two cards of 24 GB with three parallelisms that are likely to fit, and the next plan."""
     question = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024 --json"
     ranked = json.loads(planner_says(question))["ranked"]
-    fit = takewhile(lambda plan: _fits(plan) != "no", ranked)
-    return ranked[: len(list(fit)) + 1]
+    fit = list(takewhile(lambda plan: _fits(plan) != "no", ranked))
+    return [*(plan for plan in fit if plan["parallel"] in ("ddp", "fsdp", "mp")), ranked[len(fit)]]
 
 
 TABLES = {
