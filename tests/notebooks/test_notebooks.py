@@ -20,6 +20,7 @@ from common.reporting.rows import data_parallel_ranks
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
 SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS)}.values())[::-1]
 """Each technique's first ones; that the rest have the same cells is proved in tests/unit/test_siblings.py."""
+COMMON = REPOSITORY / "common"
 LONGEST_CELL_LINES = 25
 ROWS = 33
 SMALL = {"train_rows": ROWS, "test_rows": 5, "num_train_epochs": 1, "max_new_tokens": 12, "steps": -1}
@@ -238,6 +239,15 @@ def test_what_a_notebook_imports_is_there(path: Path) -> None:
     ]
     assert any(name.startswith("common.") for name in named)
     assert not [name for name in named if not is_there(name)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=id_of)
+def test_a_printed_source_is_that_of_today(path: Path) -> None:
+    today = "\n".join(file.read_text("utf-8") for file in (*path.parent.glob("my_*.py"), *COMMON.rglob("*.py")))
+    shown = [cell for cell in code_cells(path) if re.match(r"Code\(", cell.source.splitlines()[-1])]
+    printed = [output.data["text/plain"] for cell in shown for output in cell.outputs]
+    functions = [function.rstrip() for text in printed for function in re.split(r"\n\n\n", text)]
+    assert [function for function in functions if function not in today] == []
 
 
 def is_there(name: str) -> bool:
