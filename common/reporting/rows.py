@@ -29,14 +29,16 @@ MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 
 Kind = tuple[str, str]  # technique and parallelism
 # Settings that say where results go and what they are called: no cause of a difference
-NAMING = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "log_level", "link")
+NAMING = (
+    *("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "log_level"),
+    "link",
+)
 # Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
     *("stages", "device_map", "schedule", "micro_batches", "offload", "dp_replicate_size"),
-    *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
-    "log_level",
+    *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format", "log_level"),
     *("run_folder", "run_name", "results_root"),
 }
 
