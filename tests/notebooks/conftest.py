@@ -29,20 +29,13 @@ class ForkedKernel(Forked):
             time.sleep(0.01)
 
 
-def fork_kernels(monkeypatch: pytest.MonkeyPatch, log: Path, more: dict[str, str]) -> None:
-    def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
-        return ForkedKernel(command[command.index("-f") :], Path(cwd).absolute(), {**env, **more}, log)
-
-    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)
-
-
 @pytest.fixture
 def forked_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start kernels as forks, and what they start as forks of theirs."""
-    fork_kernels(monkeypatch, tmp_path / "kernel.log", {CUT_SHORT: "1"})
+    """Start kernels as forks."""
 
+    def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
+        return ForkedKernel(
+            command[command.index("-f") :], Path(cwd).absolute(), {**env, CUT_SHORT: "1"}, tmp_path / "kernel.log"
+        )
 
-@pytest.fixture
-def training_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start kernels as forks; what they start is no fork: one of a process that took a backward pass would hang."""
-    fork_kernels(monkeypatch, tmp_path / "kernel.log", {})
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)

@@ -42,7 +42,10 @@ def is_tagged(cell: NotebookNode, tag: str) -> bool:
 
 
 def executed(cells: list[NotebookNode], folder: Path) -> list[NotebookNode]:
-    """Run cells in a kernel of their own, one after the other; an error ends it, but in a cell that is to raise one."""
+    """Run cells in a kernel of their own, one after the other; an error ends it, but in a cell that is to raise one.
+
+    It is no fork, as others' kernels are: a fork of a process that took a backward pass would hang in its own.
+    """
     fresh = [nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata) for cell in cells]  # each with its own id
     notebook = nbformat.v4.new_notebook(cells=fresh)
     where = {"metadata": {"path": str(folder)}}
@@ -57,7 +60,6 @@ def test_each_technique_that_trains_has_all_three() -> None:
         assert len({notebook_of(folder, suffix).stem.removesuffix(f"_{suffix}") for suffix in SUFFIXES}) == 1
 
 
-@pytest.mark.usefixtures("training_kernels")
 @pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
 def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path) -> None:
     cells = [cell for cell in code_of(folder, "by_hand") if not RUNS_A_FOLDER.search(cell.source)]
@@ -67,7 +69,6 @@ def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("training_kernels")
 @pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
 def test_a_check_fails_unsolved_and_passes_solved(folder: Path) -> None:
     unsolved, solved = code_of(folder, "exercises"), code_of(folder, "solutions")
