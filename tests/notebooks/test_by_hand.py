@@ -17,11 +17,16 @@ SUFFIXES = ("by_hand", "exercises", "solutions")
 LONGEST_LINES = 30  # of a cell, and of a function
 LONGEST_S = 120  # of a cell
 EXERCISES = 3
+LONG = ("2.2", "2.6", "2.7", "3.1", "3.2")  # half a minute and more, most of it starts of ranks
 RUNS_A_FOLDER = re.compile(r"^!.*\.\./run_0_", re.MULTILINE)  # which `make notebooks` does; recipes have own tests
 
 
 def id_of(folder: Path) -> str:
     return folder.parent.name[:3]
+
+
+def in_make_test(folder: Path) -> object:
+    return pytest.param(folder, id=id_of(folder), marks=pytest.mark.slow if id_of(folder) in LONG else [])
 
 
 def notebook_of(folder: Path, suffix: str) -> Path:
@@ -60,7 +65,7 @@ def test_each_technique_that_trains_has_all_three() -> None:
         assert len({notebook_of(folder, suffix).stem.removesuffix(f"_{suffix}") for suffix in SUFFIXES}) == 1
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
+@pytest.mark.parametrize("folder", map(in_make_test, FOLDERS))
 def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path) -> None:
     cells = [cell for cell in code_of(folder, "by_hand") if not RUNS_A_FOLDER.search(cell.source)]
     assert sum(is_tagged(cell, "by-hand") for cell in cells) >= 4
