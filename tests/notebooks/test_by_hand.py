@@ -17,7 +17,7 @@ SUFFIXES = ("by_hand", "exercises", "solutions")
 LONGEST_LINES = 30  # of a cell, and of a function
 LONGEST_S = 120  # of a cell
 EXERCISES = 3
-LONG = ("2.2", "2.6", "2.7", "3.1", "3.2")  # half a minute and more, most of it starts of ranks
+LONG = ("2.2", "2.6")  # more than a minute each, most of it starts of ranks
 RUNS_A_FOLDER = re.compile(r"^!.*\.\./run_0_", re.MULTILINE)  # which `make notebooks` does; recipes have own tests
 
 
