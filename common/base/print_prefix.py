@@ -29,10 +29,7 @@ def rank_prefix(rank: int, device: str, host: str = "") -> str:
 
 
 def prefixed_print(prefix: str, original: Print, is_quiet: bool = False) -> Print:
-    """Return `original` (a `print`) with `prefix` before each line for stdout or stderr, also one printed in pieces.
-
-    With `is_quiet` nothing is printed to stdout.
-    """
+    """Return `original` (a `print`) with `prefix` before each line, also one in pieces; `is_quiet`: none to stdout."""
     at_line_start: dict[int, bool] = {}
 
     def print_with_prefix(*objects: object, sep: str | None = None, end: str | None = None,

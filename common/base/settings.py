@@ -322,9 +322,7 @@ class TrackingSettings:
     log_format: Literal["text", "json"] = setting(
         "text", "How metrics are printed while training: for readers, or as JSON lines, which Valohai plots."
     )
-    log_level: Literal["info", "warning"] = setting(
-        "info", "What a run prints: its progress and results, or only what goes wrong."
-    )
+    log_level: Literal["info", "warning"] = setting("info", "What a run prints: all, or only what goes wrong.")
 
 
 GROUPS = (
