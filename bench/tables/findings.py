@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from bench.tables.footnotes import footnote
 from bench.tables.full import PROJECTED_LENGTH, recipes
 from bench.tables.table import (
     FULL,
@@ -87,13 +88,13 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.4": ((FULL,), IN_TRAINING),
     "2.5": ((FULL, FULL_MP), IN_TRAINING),
     "2.6": (
-        (FULL, FULL_DDP, FULL_FSDP, ("full", "zero1"), ("full", "zero2"), FULL_ZERO3),
+        (FULL, FULL_DDP, FULL_FSDP, ("full", "zero2"), FULL_ZERO3),
         _memory("Held by each", _held_mib, "{:.1f} MiB"),
     ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
 WHAT = (
-    Column("Approach", lambda row: kind_name(row).replace(" fine-tuning with", " with")),
+    Column("Approach", lambda row: kind_name(row).replace(" fine-tuning", "")),
     "short_figures",
     "short_devices",
     "batch",
@@ -184,7 +185,7 @@ def _needed_by_plan(run: RunConfig) -> Row:
 
 TABLES = {
     **{
-        f"found {number}": Table(partial(_found, number=number), (*WHAT, gain))
+        f"found {number}": Table(partial(_found, number=number), (*WHAT, gain), footnote=footnote)
         for number, (_, gain) in COMPARED.items()
     },
     **{

@@ -102,5 +102,18 @@ def as_list(table: pd.DataFrame, form: str) -> str:
     return "".join(f"{_wrapped(form.format_map(row), '  ')}\n" for row in table.to_dict("records"))
 
 
+def with_footnotes(table: pd.DataFrame, notes: Sequence[str], name: str) -> str:
+    """Return a table whose first column refers to footnotes below it, one for equal ones.
+
+    Their labels are numbers, after the first letter of what a table of a technique's part is called: unique in a page.
+    """
+    *_, last = name.split()
+    prefix = last[0] if last.isalpha() else ""
+    labels = {note: f"[^{prefix}{number}]" for number, note in enumerate(dict.fromkeys(notes), 1)}
+    first = table.columns[0]
+    marked = table.assign(**{first: [f"{cell} {labels[note]}" for cell, note in zip(table[first], notes, strict=True)]})
+    return "\n".join([as_markdown(marked), *(f"{label}: {note}" for note, label in labels.items()), ""])
+
+
 def _wrapped(text: str, indent: str = "") -> str:
     return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

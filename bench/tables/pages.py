@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, summarization, tasks
 from bench.tables.chats import planner_says
-from bench.tables.markdown import WIDEST, as_list, as_markdown
+from bench.tables.markdown import WIDEST, as_list, as_markdown, with_footnotes
 from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.records.store import Record
@@ -53,9 +53,12 @@ def rendered(name: str, records: list[Record]) -> str:
         lines = BLOCKS[name](records).strip("\n")
         return f"```text\n{lines}\n```\n"
     table = TABLES[name]
-    cells = table(records)
+    rows = table.rows(records)
+    cells = table.cells(rows)
     if cells.empty:
         return f"{NOT_RUN}\n"
+    if table.footnote:
+        return with_footnotes(cells, [table.footnote(row) for row in rows], name)
     return as_list(cells, table.line) if table.line else as_markdown(cells, table.shared)
 
 
@@ -66,6 +69,6 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 def readmes() -> list[Path]:
     """Return the pages with tables: the README, the benchmark's, those of docs, and the technique folders'."""
-    places = ("README.md", "bench/README.md", "docs/*.md", "[0-9].[0-9]_*/*_readme.md")
+    places = ("README.md", "bench/README.md", "docs/*.md", "docs/results/*.md", "[0-9].[0-9]_*/*_readme.md")
     pages = [page for place in places for page in sorted(REPOSITORY.glob(place))]
     return [page for page in pages if MARKED_TABLE.search(page.read_text(encoding="utf-8"))]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.tables.footnotes import footnote
 from bench.tables.table import Table, column, published, waiting_for_task
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
@@ -279,5 +280,6 @@ TABLES = {
             "mean_time",
             Column("USD", "bill_usd", "{:.2f}", missing="-"),
         ),
+        footnote=footnote,
     ),
 }

@@ -166,6 +166,7 @@ class Table:
         published: Those of which results of others follow.
         shared: Headings of the columns whose values stand above the table's parts.
         line: The form of a line where the table is shown as a list.
+        footnote: Returns where a row comes from, which stands below the table.
     """
 
     select: Callable[[list[Record]], Iterable[Any]]
@@ -174,14 +175,23 @@ class Table:
     published: Sequence[Kind] = ()
     shared: Sequence[str] = ()
     line: str = ""
+    footnote: Callable[[Row], str] | None = None
 
     def __call__(self, records: list[Record]) -> pd.DataFrame:
         """Return the table's cells."""
+        return self.cells(self.rows(records))
+
+    def rows(self, records: list[Record]) -> list[Any]:
+        """Return what each line is about."""
         rows = list(self.select(records))
         if self.waiting:
             rows += waiting(records, *self.waiting)
         if self.published:
             rows += published(*self.published)
+        return rows
+
+    def cells(self, rows: list[Any]) -> pd.DataFrame:
+        """Return what is said of rows."""
         if not self.columns:
             return pd.DataFrame(rows).fillna(NOT_RUN)
         columns = list(map(column, self.columns))

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import product
 from statistics import fmean
 
+from bench.tables.footnotes import footnote
 from bench.tables.table import NOT_PUBLISHED, Table, published, waiting_for_task
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
@@ -21,7 +22,7 @@ preferred = partial(settings_of_task, task="preferences")
 def _peaks(row: Row) -> str:
     """Return each device's peak in training; evaluation afterwards needs more."""
     if row["status"] == NOT_PUBLISHED:
-        return " / ".join(f"{gb} GB" for gb in row["memory_gb"])
+        return " / ".join(map(str, row["memory_gb"])) + " GB"
     peaks = [entry.get("peak_training_gib") for entry in row["memory"]]
     return " / ".join(NOT_RUN if peak is None else f"{peak:.2f}" for peak in peaks)
 
@@ -41,8 +42,14 @@ def _not_classified(records: list[Record]) -> list[Row]:
 
 
 def _shorter(row: Row) -> str:
-    name = setting_name(row).replace(" fine-tuning with", " with").replace(", 1 micro-batch (naive MP)", ", naive")
+    name = setting_name(row).replace(" fine-tuning", "").replace(", 1 micro-batch (naive MP)", ", naive")
     return name.replace(" micro-batches", " parts")
+
+
+def _found_classified(records: list[Record], technique: str) -> list[Row]:
+    """Return what others published, then what was measured here, with one technique: two tables are easier to read."""
+    rows = [*published(metric="accuracy"), *classified(records)]
+    return [row for row in rows if row["technique"] == technique]
 
 
 PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
@@ -100,10 +107,25 @@ TABLES = {
          "best_accuracy", PEAKS.titled("Peak GiB"), "time as Time", "speedup_of_task"),
         shared=("Technique", "Model", "Epochs", "Machine"),
     ),
-    "found 3.1": Table(
-        lambda records: [*published(metric="accuracy"), *classified(records)],
-        (Column("Setting", _shorter), "short_figures", "short_devices", "best_accuracy as Accuracy",
-         PEAKS.titled("GiB per device"), "time"),
+    **{
+        f"found 3.1 {technique}": Table(
+            partial(_found_classified, technique=technique),
+            (Column("Setting", _shorter), "short_figures", "short_devices", "best_accuracy as Accuracy",
+             PEAKS.titled("GiB per device"), "time as Time"),
+            footnote=footnote,
+        )
+        for technique in ("full", "lora")
+    },
+    "found 3.3": Table(
+        answered,
+        (Column("Setting", _shorter), "figures", "short_devices", "right_before", "right_after", "swapped",
+         "mean_time as Time"),
+        footnote=footnote,
+    ),
+    "found 3.4": Table(
+        preferred,
+        (Column("Setting", _shorter), "short_devices", "preferred as Accuracy", DATES, FACTS_SAID, "mean_time as Time"),
+        footnote=footnote,
     ),
     "pictures-settings": Table(
         lambda records: [*answered(records), *waiting_for_task(records, "visual_questions")],

@@ -63,7 +63,7 @@ class Column:
         if len(values) == 1:
             return self.written(values[0])
         mean, low, high = map(self.written, (sum(values) / len(values), min(values), max(values)))
-        return f"{mean} ({low} to {high})"
+        return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def column(named: str | Column, columns: Mapping[str, Column] | None = None) -> Column:

@@ -31,7 +31,7 @@ EXHIBITS = REPOSITORY / "assets" / "exhibits"
 MIB = 2**20
 PAGES = [
     path
-    for pattern in ("README.md", "bench/README.md", "docs/*.md", "[0-9].[0-9]_*/*_readme.md")
+    for pattern in ("README.md", "bench/README.md", "docs/*.md", "docs/results/*.md", "[0-9].[0-9]_*/*_readme.md")
     for path in sorted(REPOSITORY.glob(pattern))
 ]
 """Those whose tables are narrow."""

@@ -1,0 +1,56 @@
+"""Where a row of a readme's table comes from: the notebook of its run folder, its record, or who published it."""
+
+import re
+from pathlib import Path
+
+from bench.tables.table import NOT_PUBLISHED
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import run_folders
+from common.reporting.rows import Row, kind_of
+
+
+def footnote(row: Row) -> str:
+    """Return where a row comes from, with links from a technique's folder."""
+    if row["status"] == NOT_PUBLISHED:
+        copy = _folder_like(row)
+        return f"P{row['figures'][1:]}." + (f" The same settings here, not run: {_notebook(copy)}." if copy else "")
+    seeds = len(row.get("seeds", [row]))
+    also = f", and {seeds - 1} more with other seeds" if seeds > 1 else ""
+    record = f"[record]({_from_technique(Path(row['run_folder'], 'records', row['run_name']))}.json)"
+    return f"Measured: {_notebook(row['run_folder'], row['launcher'])}, {record}{also}."
+
+
+def _notebook(run_folder: str, launcher: str = "") -> str:
+    """Return a link to the run folder's first notebook, or to that of a launcher where it has one."""
+    notebooks = sorted((REPOSITORY / run_folder).glob("*.ipynb"))
+    of_launcher = [path for path in notebooks if launcher and path.stem.endswith(launcher)]
+    return f"[notebook]({_from_technique((of_launcher or notebooks)[0].relative_to(REPOSITORY))})"
+
+
+def _from_technique(path: Path) -> str:
+    return f"../{path}"
+
+
+def _words(gpu: str) -> set[str]:
+    """Return what tells a GPU: `A6000` and `48` of `RTX A6000 (48G)` as of `RTX A6000 48GB`."""
+    return {word.rstrip("GB") for word in re.findall(r"\w+", gpu)}
+
+
+def _folder_like(row: Row) -> str | None:
+    """Return the run folder for GPUs with the settings of a published run; one for a task has several."""
+    gpu, devices = row["environment"]["devices"][0], row["config"]["devices"]
+
+    def is_like(run: RunConfig) -> bool:
+        if run.goal.reporting:
+            return row.get("task", "").startswith(run.task)
+        return "task" not in row and (run.technique, run.parallel, run.devices) == (*kind_of(row), devices)
+
+    return next(
+        (
+            run.run_folder
+            for run in run_folders().values()
+            if run.device == "cuda" and is_like(run) and _words(gpu) <= _words(run.gpu)
+        ),
+        None,
+    )
