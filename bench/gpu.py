@@ -65,7 +65,7 @@ class Trial:
     levers: tuple[str, ...] = ()
 
     def run(self, scale: Scale = GPU_SCALE) -> RunConfig:
-        """Return the run whose steps these are, with rows end to end; full fine-tuning has no fp32 weights to fit."""
+        """Return the run whose steps these are, packed without padding; full fine-tuning has no fp32 weights to fit."""
         own = {"precision": "bf16", "gradient_accumulation_steps": 1} if self.technique == "full" else {}
         asked = {"model": scale.model, "weights": "random", "max_length": scale.length, "device": scale.device,
                  "per_device_train_batch_size": scale.rows}  # fmt: skip

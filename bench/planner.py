@@ -51,7 +51,7 @@ SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
 TECHNIQUES_AND_TARGETS = (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
 EMBEDDED, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"
-# models that see: rows, their length in tokens, and the squares of a row's picture
+# vision-language models: rows, their length in tokens, and the squares of a row's picture
 SEEING_SHAPES = (
     *((EMBEDDED, shape) for shape in ((1, 64, 1), (2, 96, 4), (8, 64, 1))),
     *((SMOLVLM, shape) for shape in ((4, 1600, 17), (8, 256, 2))),

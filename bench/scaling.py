@@ -15,14 +15,14 @@ from common.training.ddp import data_parallel
 from common.training.loop import TrainingLoop
 
 COMMAND = "python -m bench scaling"
-BARS = {16: 0.85, 64: 0.93}  # by rows of the global batch: least share of the machine's ceiling
+BARS = {16: 0.85, 64: 0.93}  # by rows of the global batch: least share of the upper bound
 STEPS = {16: 8, 64: 3}  # by rows of the global batch: optimizer steps of a round, about a second
 LAUNCHES, ROUNDS = 3, 7  # of one launch all rounds may be slower than of the next
-FIGURES = {"speedup": "steps per second", "strong": "the machine's ceiling", "reached": "share of the ceiling"}
+FIGURES = {"speedup": "steps per second", "strong": "the upper bound", "reached": "share of the bound"}
 
 
 def entries(quick: bool) -> list[Entry]:
-    """The speed-up, the machine's ceiling, and the first as a share of the second: medians of the launches."""
+    """The speed-up, the upper bound, and the first as a share of the second: medians of the launches."""
     found = []
     for technique in TECHNIQUES:
         for rows, bar in BARS.items():
@@ -37,7 +37,7 @@ def entries(quick: bool) -> list[Entry]:
 
 
 def measure(technique: str, global_batch_rows: int, rounds: int) -> dict[str, float]:
-    """Return the figures of two ranks with rows end to end, as in the run folders; called by both."""
+    """Return the figures of two ranks with rows packed without padding, as in the run folders; called by both."""
     asked = RunConfig(
         technique=technique, parallel="ddp", devices=2, per_device_train_batch_size=global_batch_rows // 2
     )

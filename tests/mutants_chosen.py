@@ -106,7 +106,7 @@ DATA = (
         _unit("data", "batches_are_as_long_as_is_planned_for_them"),
     ),
     Fault(
-        "rows that lie end to end see each other",
+        "rows packed without padding see each other",
         "common/models/separate_rows.py",
         "    if cu_seq_lens_q is None:\n",
         "    if True:\n",

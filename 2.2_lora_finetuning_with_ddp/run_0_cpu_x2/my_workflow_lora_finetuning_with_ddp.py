@@ -9,7 +9,7 @@ From this folder:
 
 Against 2.1: (1) each rank's model is a replica inside DDP, (2) a step gives each rank rows of its own, (3) the ranks'
 gradients are exchanged in the last backward pass of a step, (4) gradient checkpointing is non-reentrant, (5) the
-machine's ceiling is measured beside the speed-up.
+upper bound is measured beside the speed-up.
 """
 
 from my_utils_lora_finetuning_with_ddp import measure_ceiling

@@ -9,7 +9,7 @@ From this folder:
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) gradients are exchanged in the last backward pass of a step, (4) the effective batch grows with the ranks, and the
 learning rate with the square root of that, (5) checkpoints have a part of every rank, (6) at the end the parts become
-one model, (7) the machine's ceiling is measured beside it.
+one model, (7) the upper bound is measured beside it.
 """
 
 from my_utils_full_finetuning_with_fsdp import held_table, measure_ceiling

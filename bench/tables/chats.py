@@ -135,7 +135,7 @@ TABLES = {
             "batch as Rows per step",
             "time as Time",
             "speedup as Speed-up",
-            "ceiling as Ceiling",
+            "ceiling",
             "facts",
         ),
     ),
@@ -143,7 +143,7 @@ TABLES = {
         _plans_on_two_cards,
         (
             Column(
-                "Way",
+                "Strategy",
                 lambda plan: (
                     f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
                     + (", checkpointed" if plan["gradient_checkpointing"] else "")
@@ -179,7 +179,7 @@ TABLES = {
             "machine",
             Column(
                 "Before",
-                lambda row: "before: score {}, by MiniLM {}, facts said {}".format(
+                lambda row: "before: score {}, by MiniLM {}, fact recall {}".format(
                     *(column(name).cell(row) for name in ("score_before", "judged_before", "facts_before"))
                 ),
             ),

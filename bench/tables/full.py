@@ -399,7 +399,7 @@ TABLES = {
             Column("Run", approach),
             *SIZE,
             Column("The formula's speed-up", "pipeline.ideal_speedup", "{:.2f}x"),
-            Column("Machine's ceiling", "pipeline.machine_ceiling", "{:.2f}x"),
+            Column("Upper bound", "pipeline.machine_ceiling", "{:.2f}x"),
             Column("Allowed", "pipeline.allowed_speedup", "{:.2f}x"),
             Column("Lost to small micro-batches", "pipeline.small_micro_batches_factor", "{:.2f}"),
             Column("Lost to unequal stages", "pipeline.unequal_stages_factor", "{:.2f}"),

@@ -21,12 +21,12 @@ DEMO_RUNS = (
     ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2", "torchrun-batch8-seed42"),
 )
 DEMO_LINES = (
-    "facts said before",
-    "facts said after",
+    "fact recall before",
+    "fact recall after",
     "training time",
     "peak memory per device (GiB)",
     "speed-up at the same effective batch",
-    "machine's ceiling at the same effective batch",
+    "upper bound at the same effective batch",
 )
 
 MODULES = (chats, full, qlora, tasks, summarization, findings, publications, own_data, outcomes)

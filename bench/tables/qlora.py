@@ -58,7 +58,7 @@ QUALITY = (
     *("seed", "score", "facts", "loss", *WHERE, "epochs", "rows"),
     *("score_before", "minilm_before", "minilm", "facts_before"),
     _original_base("MiniLM", replace(column("minilm"), value="quality.after_original_base.similarity_score_minilm")),
-    _original_base("facts said", column("facts_of_original_base")),
+    _original_base("fact recall", column("facts_of_original_base")),
     _original_base(
         "validation loss",
         replace(

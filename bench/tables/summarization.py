@@ -35,8 +35,8 @@ from common.reporting.tasks import (
 # `RunConfig.gradient_exchange` in words
 EXCHANGES = {
     "after": "after the backward pass, in buckets",
-    "overlapped": "while it goes on, in buckets (DDP)",
-    "overlapped-bf16": "while it goes on, in buckets, as bf16",
+    "overlapped": "overlapped with backward, in buckets (DDP)",
+    "overlapped-bf16": "overlapped with backward, in buckets, as bf16",
 }
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")  # the run whose settings are ours in the projections
 SAMSUM_ROWS = 14_732  # training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once
@@ -270,7 +270,7 @@ TABLES = {
     "found 3.2": Table(
         lambda records: [*published(metric="bill_usd"), *loops(records)],
         (
-            Column("Way", _way),
+            Column("Loop", _way),
             Column(
                 "Figures",
                 lambda row: f"{column('short_figures').cell(row)}" + (" estimate" if row.get("estimated") else ""),

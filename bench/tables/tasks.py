@@ -58,7 +58,7 @@ PEAKS = Column("Training's peak memory per device (GiB)", _peaks)
 
 
 def _by_kind(records: list[Record]) -> list[Row]:
-    """Return the share of facts said right by kind of question, before and after, a mean over seeds."""
+    """Return fact recall by kind of question, before and after, a mean over seeds."""
 
     def mean(row: Row, when: str, kind: str) -> str:
         found = [run["quality"].get(when) or {} for run in row["seeds"]]
@@ -86,7 +86,7 @@ def _reference_time(row: Row) -> str:
     return clock(fmean(seconds)) if seconds else "in each step"
 
 
-FACTS_SAID = FACTS.titled("Facts said")
+FACTS_SAID = FACTS.titled("Fact recall")
 
 TABLES = {
     "classification-settings": Table(

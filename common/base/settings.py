@@ -172,7 +172,7 @@ class TrainingSettings:
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
-        "With messages: rows are laid end to end instead of padded; auto = where attention can separate them.",
+        "With messages: rows are packed without padding; auto = where attention can separate them.",
         OnlyFor("rows of messages, without pp, pictures and pairs",
                 lambda run: run.goal.learns_answers and not run.parallelism.pipelines),
     )  # fmt: skip

@@ -182,11 +182,11 @@ _SHARDED = "weights, gradients and optimizer states are divided by {devices}, an
 _ZERO = {"splits_rows": True, "sharded_by": DEEPSPEED, "takes_4_bits": False, "part": "common.training.zero:ZeroPart"}
 # from the one that needs least care to the one that needs most; ZeRO needs DeepSpeed besides PyTorch
 PARALLELISMS: dict[str, Parallelism] = _by_name(
-    Parallelism("single", "one device", "one GPU holds it all", in_one_process=True, resumes_on_other_ranks=True),
+    Parallelism("single", "one device", "one device holds it all", in_one_process=True, resumes_on_other_ranks=True),
     Parallelism(
         "ddp",
         "DDP",
-        "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
+        "the model is replicated, and each of {devices} devices takes different examples; only gradients are sent",
         splits_rows=True,
         resumes_on_other_ranks=True,
     ),

@@ -206,7 +206,7 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"{job.kernels} kernels{rank}",
         *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
         *(f"{gpu.name}: {evidence(gpu)}" for gpu, source in speeds if MEASURED not in source),
-        f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
+        f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of temporary memory for gaps, blocks that "
         f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
         "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
         "batches are copied from pinned memory while the GPU computes",

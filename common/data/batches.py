@@ -25,7 +25,7 @@ Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
 def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
-    """Return the shape of the largest batch that can come up; of rows end to end with mean lengths, rounded up."""
+    """Return the shape of the largest batch that can come up; packed without padding with mean lengths, rounded up."""
     longest = heapq.nlargest(batch_size, rows, key=tokens_in)
     if is_training and run.is_padding_free:
         tokens, learnt = sum(map(tokens_in, longest)), sum(map(labels_in, longest))

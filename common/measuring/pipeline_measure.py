@@ -31,7 +31,7 @@ def measure_pipeline(loop: TrainingLoop, steps: int = 6, rounds: int = 5) -> dic
 
     Forward and backward passes only; every schedule in turn, `rounds` times, medians, up to `steps` times on one batch
     (less often with a large model). Naive model parallel has the whole batch as one micro-batch: one stage works at a
-    time. What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against those of
+    time. What is allowed is the bubble's formula times the upper bound: one stage's passes alone against those of
     all stages at once, nothing being sent. Weights stay as they are.
 
     Returns:

@@ -211,7 +211,7 @@ def _give_pad_token(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
 
 
 def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model that sees, with its `processor`: of random weights the embedded one."""
+    """Return the tokenizer of a vision-language model, with its `processor`: of random weights the embedded one."""
     source = what_to_load(run, ASSETS / run.goal.tokenizer if run.weights == "random" else None)
     with reading(f"The processor of {run.model}", "Correct it, or pass another --model."):
         processor = AutoProcessor.from_pretrained(**source)

@@ -1,4 +1,4 @@
-"""Attention of rows that lie end to end without padding: each has its own, on CUDA by PyTorch's `varlen_attn`.
+"""Attention of rows packed without padding: each has its own, on CUDA by PyTorch's `varlen_attn`.
 
 Transformers' SDPA attention separates them by a mask of all tokens times all tokens, which no flash kernel takes.
 """
@@ -31,7 +31,7 @@ def separates_rows(config: PretrainedConfig) -> bool:
 
 
 def separate_rows(model: PreTrainedModel | PeftModel) -> None:
-    """Let a model that has SDPA attention take rows that lie end to end; `without_mask` says how they are given."""
+    """Let a model that has SDPA attention take rows packed without padding; `without_mask` says how they are given."""
     AttentionInterface.register(SEPARATE_ROWS, attend_within_rows)
     AttentionMaskInterface.register(SEPARATE_ROWS, sdpa_mask)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -39,7 +39,7 @@ def separate_rows(model: PreTrainedModel | PeftModel) -> None:
 
 
 def without_mask(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch of rows end to end with a mask of four dimensions, which Transformers takes for a finished one.
+    """Return a packed batch with a mask of four dimensions, which Transformers takes for a finished one.
 
     Without it the library looks for the rows in all tokens' positions, for which the CPU waits for the GPU.
     """

@@ -48,7 +48,7 @@ def vision_modules(model: PreTrainedModel) -> list[str]:
 
 
 def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
-    """Return the run's target modules as PEFT takes them: of a model that sees those of its language layers alone.
+    """Return target modules as PEFT takes them: of a vision-language model those of its language layers alone.
 
     `all-linear`, or a name such as `q_proj`, would also match layers of the vision tower.
     """
@@ -101,8 +101,7 @@ def _refuse_tied(model: PreTrainedModel, layers: dict[str, torch.nn.Module]) -> 
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
 
-    A model that sees gets them in its language layers alone; its tower and connector are trained in full, or not at
-    all.
+    A vision-language model gets them in its language layers alone; its tower and connector are trained in full or not.
 
     Raises:
         BadInputError: the model has no linear layer of such a name, or one whose weights another module has, too.
@@ -156,7 +155,7 @@ def _cast_without_autocast(inputs: torch.Tensor | None, dtype: torch.dtype) -> t
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
     """Freeze `model` except for its linear layers of the given names (`layers_called`), without the head; list them.
 
-    `all`: every weight, also of embeddings, norms and head; of a model that sees those of its language part.
+    `all`: every weight, also of embeddings, norms and head; of a vision-language model those of its language part.
 
     Raises:
         BadInputError: a name matches no linear layer.

@@ -36,7 +36,7 @@ CPU_PAIRS_GIB = 0.12
 CPU_LATER_GIB = 0.1
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
-# beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
+# beyond the likely memory, of temporary memory in every step: 19 in 20 of the same figures need no more, 53 of
 # losses in chunks or fused
 SPREAD_SHARE = 0.12
 
@@ -51,7 +51,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     rows_of_terms = (
         (True, CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
         (True, "cuBLAS workspace", f"{workspace_gib * 1024:.0f} MiB", workspace_gib * GIB),
-        (True, "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", gaps),
+        (True, "gaps between blocks", f"{GAP_SHARE:.0%} of temporary memory", gaps),
         (is_eager, "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores),
         (has_ranks, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB),
     )

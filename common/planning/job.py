@@ -45,7 +45,7 @@ class BatchShape:
     """The largest batch of a step, on one rank."""
 
     rows: int
-    length: int  # tokens of a row; of rows that lie end to end the mean
+    length: int  # tokens of a row; of rows packed without padding the mean
     labelled: int  # positions at which some row has a token to be learnt: logits are computed for these
     padded: bool = False  # rows differ in length, so that attention needs a mask
     classes: int = 0  # labels of a classifier; 0 = tokens are to be predicted

@@ -83,4 +83,4 @@ def evidence(gpu: Gpu) -> str:
     generation = generation_of(gpu)
     alike = dict.fromkeys(rate["gpu"] for rate in published_rates() if rate["generation"] == generation.name)
     taken = f"as of {', '.join(alike)}, which are alike" if alike else generation.assumed
-    return f"no published rate is of it: its share of the peak is assumed, {taken}"
+    return f"no benchmark of this GPU: its share of the peak is assumed, {taken}"

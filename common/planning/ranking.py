@@ -15,7 +15,7 @@ from common.planning.time_plan import Calibration, Cluster
 ABOUT_AS_FAST = 0.9
 SORTED_BY = (
     "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
-    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; last of what fits is what is tight, where another "
+    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; tight fits come last, where another "
     "is about as fast and not tight"
 )
 

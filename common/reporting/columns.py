@@ -128,20 +128,20 @@ COLUMNS = {
         "By MiniLM before", "quality.before.similarity_score_minilm", "{:.3f}", none=OFF, missing=NO_BASELINE
     ),
     "judged_shuffled": Column("Shuffled, by MiniLM", "quality.after.shuffled_score_minilm", "{:.3f}", none=OFF),
-    "facts": Column("Facts said", "quality.after.facts_said_share", "{:.0%}", none=NO_FACTS),
+    "facts": Column("Fact recall", "quality.after.facts_said_share", "{:.0%}", none=NO_FACTS),
     "facts_before": Column(
-        "Facts said before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
+        "Fact recall before", "quality.before.facts_said_share", "{:.0%}", none=NO_FACTS, missing=NO_BASELINE
     ),
     # of an adapter that was merged into the base before it was quantized
     "facts_of_original_base": Column(
-        "Facts said", "quality.after_original_base.facts_said_share", "{:.0%}", none=NO_FACTS
+        "Fact recall", "quality.after_original_base.facts_said_share", "{:.0%}", none=NO_FACTS
     ),
     # of tasks with tables of their own
     "best_accuracy": Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True),
     "preferred": Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True),
     "reward": Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True),
     "right_before": _share_of_facts("Right before", "before.facts_said_share"),
-    "commonest": _share_of_facts("Commonest answer", "after.commonest_facts_said_share"),
+    "commonest": _share_of_facts("Majority baseline", "after.commonest_facts_said_share"),
     "right_after": _share_of_facts("Right after", "after.facts_said_share"),
     "swapped": _share_of_facts("Old answer, swapped picture", "after.swapped_facts_said_share"),
     # time
@@ -155,7 +155,7 @@ COLUMNS = {
     "tokens_per_s": Column("Tokens per second", "tokens_per_s", "{:,.0f}"),
     "speedup": Column("Training speedup factor", speedup, "{:.2f}x"),
     "speedup_of_task": Column("Speed-up", speedup, "{:.2f}x", missing="no run on one device"),
-    "ceiling": Column("Machine's ceiling", "ceiling", lambda times: "1x" if times == 1 else f"{times:.2f}x"),
+    "ceiling": Column("Upper bound", "ceiling", lambda times: "1x" if times == 1 else f"{times:.2f}x"),
     "idle": Column(
         "Idle share per stage",
         "stages",

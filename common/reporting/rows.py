@@ -58,7 +58,7 @@ class Metric:
 
 # Of answers to questions; the one to look at first before the others
 ANSWER_METRICS = (
-    Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
+    Metric("facts_said_share", "fact recall", "higher", "{:.0%}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
 )

@@ -15,9 +15,9 @@ LEGEND = """\
 similarity score: a distance between answer and reference, lower is better; judged by the base model
 by MiniLM: the same by a sentence encoder that had no part in the training
 shuffled: the score of the right answers to other questions: a score near it says nothing of the content
-facts said: share of the facts asked for that stand in the answers
+fact recall: share of the facts asked for that stand in the answers
 speed-up: training time of the one-device run (2.1, 2.4) over this run's
-machine's ceiling: the highest speed-up to expect here: the same ranks without synchronising, against one
+upper bound: the speed-up of the same ranks without gradient synchronization, measured for seconds: a run may exceed it
 memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More words: docs/glossary.md; details: the folders' readmes."""
@@ -46,8 +46,8 @@ SIDE_BY_SIDE = (
     "judged as by MiniLM after",
     "shuffled as answers shuffled",
     "judged_shuffled as shuffled, by MiniLM",
-    "facts_before as facts said before",
-    "facts as facts said after",
+    "facts_before as fact recall before",
+    "facts as fact recall after",
     "loss as lowest validation loss",
     "whole_time as training time",
     "reporting as of that, validation and checkpoints",
@@ -69,7 +69,7 @@ SIDE_BY_SIDE = (
         missing=None,
     ),
     Column(
-        "facts said, merged into the original base",
+        "fact recall, merged into the original base",
         lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
         none=None,
         missing=None,
@@ -96,7 +96,7 @@ def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
         row = beside_one_device([record], records, same)[-1]
         if row["baseline"] and not PARALLELISMS[record["parallel"]].in_one_process:
             said[f"speed-up {words}"] = column("speedup").cell(row)
-            said[f"machine's ceiling {words}"] = column("ceiling").cell(row)
+            said[f"upper bound {words}"] = column("ceiling").cell(row)
     return said
 
 

@@ -37,7 +37,7 @@ def with_interval(row: Row, score: str) -> str:
 
 
 def _measured_in_the_run(title: str, of_ceiling: str, of_pipeline: str, form: str) -> Column:
-    """Return a column of what the machine's ceiling or the pipeline says, whichever a run has.
+    """Return a column of what the upper bound or the pipeline says, whichever a run has.
 
     Both were measured in the run itself: a machine may be slower an hour later, when one device has its turn.
     """
@@ -136,7 +136,7 @@ PREFERENCES = OwnTable(
     "run on pairs of answers",
     (
         Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
-        Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
+        Metric("facts_said_share", "fact recall", "higher", "{:.0%}"),
         Metric("preference_accuracy", "accuracy of preferences", "higher", "{:.3f}"),
         Metric("chosen_reward", "reward of the chosen", "higher", "{:+.2f}"),
         Metric("reward_margin", "reward margin", "higher", "{:.2f}"),

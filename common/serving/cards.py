@@ -18,7 +18,7 @@ ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "target_modules")
 SCORES = {
     "similarity_score": "similarity score (1 - cosine, lower is better)",
     "similarity_score_minilm": "the same by MiniLM",
-    "facts_said_share": "share of the facts said",
+    "facts_said_share": "share of the facts that the answers have",
 }
 ENOUGH_QUESTIONS = 30
 LICENCE_FIELDS = ("license", "license_name", "license_link")

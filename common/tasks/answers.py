@@ -2,7 +2,7 @@
 
 Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference, a *distance*: 0 means the
 same. Its judge is `base`, the model before tuning; `tuned` may find itself good though it has gone astray; `minilm`
-(all-MiniLM-L6-v2) had no part in the training. Facts said: share of the reference's fact strings that stand in the
+(all-MiniLM-L6-v2) had no part in the training. Fact recall: share of the reference's fact strings that stand in the
 answer. Shuffled: the score that the reference of *another* question gets; near it a score says nothing of the content.
 """
 
@@ -142,7 +142,7 @@ class Evaluation:
     def __str__(self) -> str:
         minilm, share = self.mean("similarity_score_minilm"), self.facts_share()
         judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
-        facts = "" if share is None else f", {share:.0%} of the facts said"
+        facts = "" if share is None else f", fact recall {share:.0%}"
         return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
 
     def summary(self) -> dict[str, float | int | None]:

@@ -152,7 +152,7 @@ class PreferenceEvaluation(Evaluation):
 
     def __str__(self) -> str:
         facts, dates, found = self.facts_share(), self.mean("invents_a_date"), self.summary()
-        said = "" if facts is None else f"{facts:.0%} of the facts said, "
+        said = "" if facts is None else f"fact recall {facts:.0%}, "
         written = f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words"
         if found["chosen_reward"] is None:
             return written

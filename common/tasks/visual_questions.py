@@ -1,8 +1,8 @@
 """Answers to questions about pictures: what is learnt, and whether the model looks.
 
-Beside all answers' scores: facts said by kind of question, and by always giving the commonest answer to each kind; and
-facts said, and answers unchanged, when the same question is asked about another row's picture, whose right answer
-differs. A model that still gives the old answer ignores the picture.
+Beside all answers' scores: fact recall by kind of question, and that of the majority baseline, the commonest answer of
+each kind; and fact recall, and answers unchanged, when the same question is asked about another row's picture, whose
+right answer differs. A model that still gives the old answer ignores the picture.
 """
 
 import random

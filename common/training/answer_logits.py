@@ -12,7 +12,7 @@ from common.data.rows import IGNORED_LABEL
 from common.models.chunked_loss import takes_chunks
 from common.tasks.objectives import objective_of
 
-Batch = dict[str, Any]  # tensors; of rows that lie end to end the longest row's tokens, too
+Batch = dict[str, Any]  # tensors; of rows packed without padding the longest row's tokens, too
 Model = PreTrainedModel | PeftModel
 
 

@@ -59,7 +59,7 @@ class FirstStepReport(TrainerCallback):
             print(f"memory{where}: now {memory.now_gib:.2f} GiB, {peak}")
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
-            laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
+            laid_out = f"packed without padding, {batch['input_ids'].numel()} tokens"
             first = batch["input_ids"][0, : batch["cu_seq_lens_q"][1]]
         else:
             laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"

@@ -123,7 +123,7 @@ def test_ligers_loss_and_gradients_are_plain_ones(
     check_near(found, without, exact, precision)
 
 
-# -- attention of rows that lie end to end
+# -- attention of rows packed without padding
 
 
 @pytest.fixture

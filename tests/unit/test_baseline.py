@@ -22,7 +22,7 @@ from common.tasks.samples import before_and_after, samples
 QUALITY = ("lora", "ddp", "full", "mp", "pp", "sharding", "qlora")
 SHOWING = (*(f"{name}-quality" for name in QUALITY), "master", "summarization-loops", "summarization-front",
            "pictures-settings", "pictures-kinds", "pictures-front")  # fmt: skip
-NO_FIGURE = {"-", "before: score -, by MiniLM -, facts said -", "before: ROUGE-L -, to the letter -"}
+NO_FIGURE = {"-", "before: score -, by MiniLM -, fact recall -", "before: ROUGE-L -, to the letter -"}
 
 
 def without_baseline(record: Record) -> Record:
@@ -61,7 +61,7 @@ def test_runs_side_by_side_have_a_dash_before(records: list[Record]) -> None:
     run = of_task(records, "chat")
     whole, found = (side_by_side([each]).iloc[:, 0] for each in (run, without_baseline(run)))
     changed = {name: found[name] for name in whole.index if found[name] != whole[name]}
-    names = {"similarity score before", "by MiniLM before", "facts said before"}
+    names = {"similarity score before", "by MiniLM before", "fact recall before"}
     assert changed == dict.fromkeys(names, "-")
 
 

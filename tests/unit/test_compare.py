@@ -37,7 +37,7 @@ def test_settings_that_differ_are_named_and_numbers_are_those_of_the_records() -
     assert not {"seed", "learning_rate", "run_name"} & parts["settings"].keys()
     assert parts["time"]["training time"] == [run["train_time_s"] for run in runs]
     assert "status" not in parts["time"]  # both completed
-    facts = next(values for name, values in parts["quality"].items() if name.startswith("facts said"))
+    facts = next(values for name, values in parts["quality"].items() if name.startswith("fact recall"))
     assert facts == [[run["quality"][when]["facts_said_share"] for when in ("before", "after")] for run in runs]
     peaks = [max(rank["peak_training_gib"] for rank in run["memory"]) for run in runs]
     assert parts["memory"]["training's peak, measured (GiB)"] == peaks

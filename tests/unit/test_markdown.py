@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from bench.tables.markdown import WIDEST, as_markdown
+from bench.tables.markdown import WIDEST, as_markdown, with_footnotes
 
 
 def wide(rows: int = 3) -> pd.DataFrame:
@@ -45,3 +45,11 @@ def test_a_column_that_is_too_wide_is_a_list() -> None:
     text = as_markdown(wide(2).assign(Command=["python " + 130 * "x", "make"]))
     assert "Command:\n\n- 1: python\n  x" in text
     assert "- 2: make\n" in text
+
+
+def test_rows_from_the_same_place_share_a_footnote() -> None:
+    table = pd.DataFrame({"Run": ["a", "b", "c"], "Seed": ["1", "2", "3"]})
+    lines = with_footnotes(table, ["here", "there", "here"], "found 2.2").splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:5]] == ["| a [^1]", "| b [^2]", "| c [^1]"]
+    assert lines[-2:] == ["[^1]: here", "[^2]: there"]
+    assert "| a [^l1] " in with_footnotes(table, ["here", "there", "here"], "found 3.1 lora")

@@ -1,4 +1,4 @@
-"""Pictures: found, checked, turned into tokens and numbers; and what is trained of a model that sees."""
+"""Pictures: found, checked, turned into tokens and numbers; and what is trained of a vision-language model."""
 
 import re
 import struct

@@ -585,7 +585,7 @@ def test_the_second_figure_is_no_less_than_the_first(planned: Planned) -> None:
     assert min(faster[0]["tokens_per_s"] for faster in (fused, compiled)) > 1.1 * entries[0]["tokens_per_s"]
 
 
-# -- models that see
+# -- vision-language models
 
 
 def test_a_model_that_sees_is_planned_with_its_tower_and_pictures(asked: Asked) -> None:

@@ -136,7 +136,7 @@ def test_where_nothing_is_published_there_is_no_second_figure_and_it_is_said() -
     t4, a6000, by_hand = find_gpu("t4"), find_gpu("a6000"), replace(H100, name="mine")
     plan = make_plan(LLAMA, replace(LORA, precision="fp16-mixed"), Cluster((t4,)), {})
     assert plan.tokens_per_s_best is None
-    assert "no published rate is of it" in evidence(t4)
+    assert "no benchmark of this GPU" in evidence(t4)
     assert "published rates are of it" in evidence(H100)
     assert "no published rate" in evidence(a6000)
     assert "RTX A5000 24GB" in evidence(a6000)

@@ -49,7 +49,7 @@ def records() -> list[Record]:
 
 
 def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(records: list[Record]) -> None:
-    columns = ["Training speedup factor", "Machine's ceiling"]
+    columns = ["Training speedup factor", "Upper bound"]
     strong, weak = TABLES["ddp-strong"](records), TABLES["ddp-weak"](records).query("Figures == 'measured'")
     ceilings = [
         f"{run['machine_ceiling'][kind]:.2f}x" for run, kind in zip(records[1:], ("strong", "weak"), strict=True)
@@ -63,7 +63,7 @@ def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(recor
         ["LoRA with DDP, same rows each", "16 x2", "2.00x"],
     ]
     del records[1]["machine_ceiling"]
-    assert TABLES["ddp-strong"](records)["Machine's ceiling"].tolist() == ["1x", "not run"]
+    assert TABLES["ddp-strong"](records)["Upper bound"].tolist() == ["1x", "not run"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
     strong["quality"]["before"]["preferred_share"] = 0.5
     assert (completed([single, strong]), completed([single, strong], task="pairs")) == ([single], [strong])
     metrics = [values_of(run)["metric"] for run in (single, strong)]
-    assert metrics == ["facts said", "the preferred answers are likelier"]
+    assert metrics == ["fact recall", "the preferred answers are likelier"]
     monkeypatch.setattr(report, "results_of_this_machine", lambda: [single, strong])
     monkeypatch.setattr(sys, "argv", ["report", "--results"])
     report.main()

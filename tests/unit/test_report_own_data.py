@@ -29,9 +29,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_series_shows_its_own_runs_and_seeds_together(runs: None) -> None:
-    assert TABLES["own-data-rows"]([])[["Rows", "Facts said", "Passes"]].values.tolist() == [
+    assert TABLES["own-data-rows"]([])[["Rows", "Fact recall", "Passes"]].values.tolist() == [
         ["100", "50%", "45"],
         ["819", "85% (80% to 90%)", "6"],  # 312 steps of 16 rows: 7 steps or 52 a pass
     ]
-    by_rate = TABLES["own-data-learning-rates"]([])[["Learning rate", "Facts said"]]
+    by_rate = TABLES["own-data-learning-rates"]([])[["Learning rate", "Fact recall"]]
     assert by_rate.values.tolist() == [["0.0001", "10%"], ["0.001", "85% (80% to 90%)"]]
