@@ -8,8 +8,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 import nbformat
+import pandas as pd
 import papermill
 import pytest
+from matplotlib import pyplot
 from PIL import Image
 
 from common.base.paths import REPOSITORY
@@ -111,6 +113,10 @@ def what_it_needs(path: Path, request: pytest.FixtureRequest) -> None:
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def tagged(path: Path, tag: str) -> list[nbformat.NotebookNode]:
+    return [cell for cell in code_cells(path) if tag in cell.metadata.get("tags", [])]
 
 
 def execute(path: Path, folder: Path, asked: dict[str, object]) -> None:
@@ -248,6 +254,33 @@ def test_a_printed_source_is_that_of_today(path: Path) -> None:
     printed = [output.data["text/plain"] for cell in shown for output in cell.outputs]
     functions = [function.rstrip() for text in printed for function in re.split(r"\n\n\n", text)]
     assert [function for function in functions if function not in today] == []
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if tagged(path, "projected")], ids=id_of)
+def test_what_is_projected_is_what_the_planner_says_today(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells with this tag need only the parameters and one another, so that the others need not be run."""
+    monkeypatch.chdir(path.parent)
+    monkeypatch.syspath_prepend(path.parent)
+    names: dict[str, Any] = {}
+    exec("\n".join(cell.source for cell in tagged(path, "parameters")), names)
+    as_in_jupyter = {"max_columns": 20, "max_colwidth": 50, "width": 80, "precision": 6}
+    with pd.option_context({f"display.{name}": value for name, value in as_in_jupyter.items()}):
+        for cell in tagged(path, "projected"):
+            *before, last = ast.parse(cell.source).body
+            is_shown = isinstance(last, ast.Expr)
+            exec(compile(ast.Module(before if is_shown else [*before, last], []), path.name, "exec"), names)
+            value = eval(compile(ast.Expression(last.value), path.name, "eval"), names) if is_shown else None
+            today = capsys.readouterr().out + ("" if value is None else repr(value))
+            assert said(cell).split() == today.split()
+    pyplot.close("all")
+
+
+def said(cell: nbformat.NotebookNode) -> str:
+    """Return what a cell has printed and shown, without pictures."""
+    texts = (each.get("text") or each.data["text/plain"] for each in cell.outputs)
+    return "\n".join(text for text in texts if not text.startswith("<Figure"))
 
 
 def is_there(name: str) -> bool:
