@@ -22,7 +22,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import LITERAL, literal_lines, run_folders
+from common.base.run_folders import LITERAL, literal_lines, literal_of, run_folders
 from common.runtime.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
@@ -112,7 +112,8 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     """Return what the files of a run folder should hold, as copies of the `source` folder's."""
     modules, notebooks = sorted(source.glob("my_*.py")), source.glob("*.ipynb")
     contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
-    if folder != source and run.nodes == 1:  # a notebook starts no ranks on other machines
+    starts_as_there = run.parallelism.in_one_process == literal_of(source).parallelism.in_one_process
+    if folder != source and starts_as_there and run.nodes == 1:  # a notebook starts no ranks on other machines
         contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
     if run.parallelism.replicates or run.parallelism.shards:
         contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)

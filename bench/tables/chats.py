@@ -87,7 +87,7 @@ def _shared_by(row: Row) -> str:
 
 def _what(row: Row) -> str:
     is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
-    return kind_name(row) + (", same rows each" if is_weak else "")
+    return kind_name(row).replace(" fine-tuning", "") + (", same batch each" if is_weak else "")
 
 
 # -- rows
@@ -132,7 +132,7 @@ TABLES = {
         (
             Column("What", _what),
             "short_devices",
-            "batch as Rows per step",
+            "batch as Batch size",
             "time as Time",
             "speedup as Speed-up",
             "ceiling",

@@ -22,10 +22,12 @@ def footnote(row: Row) -> str:
 
 
 def _notebook(run_folder: str, launcher: str = "") -> str:
-    """Return a link to the run folder's first notebook, or to that of a launcher where it has one."""
+    """Return a link to the run folder's first notebook, or to that of a launcher; where it has none to its workflow."""
     notebooks = sorted((REPOSITORY / run_folder).glob("*.ipynb"))
     of_launcher = [path for path in notebooks if launcher and path.stem.endswith(launcher)]
-    return f"[notebook]({_from_technique((of_launcher or notebooks)[0].relative_to(REPOSITORY))})"
+    workflows = sorted((REPOSITORY / run_folder).glob("my_workflow_*.py"))
+    path, *_ = of_launcher or notebooks or workflows
+    return f"[{'notebook' if notebooks else 'workflow'}]({_from_technique(path.relative_to(REPOSITORY))})"
 
 
 def _from_technique(path: Path) -> str:

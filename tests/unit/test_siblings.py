@@ -7,10 +7,10 @@ import nbformat
 import pytest
 import yaml
 
-from assets.siblings import parameters_for, stale_files
+from assets.siblings import contents_for, parameters_for, stale_files
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.base.run_folders import read_literal, run_folders
+from common.base.run_folders import literal_of, read_literal, run_folders
 
 TECHNIQUE = "2.2_lora_finetuning_with_ddp"
 WORKFLOW = "my_workflow_lora_finetuning_with_ddp.py"
@@ -99,3 +99,11 @@ def test_the_first_folders_parameters_are_those_of_its_literal() -> None:
     for path, run in notebooks:
         cell = parameters_of(path)
         assert parameters_for(run, cell) == cell, path
+
+
+@pytest.mark.parametrize(("name", "expected"), [("run_0_cpu_x2", []), ("run_1_a6000_48g_x1", ["preference_tuning"])])
+def test_a_notebook_that_starts_no_ranks_is_not_copied_to_where_several_work(name: str, expected: list[str]) -> None:
+    source = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
+    folder = source.with_name(name)
+    copied = contents_for(folder, literal_of(folder), source)
+    assert [path.stem for path in copied if path.suffix == ".ipynb"] == expected
