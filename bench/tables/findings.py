@@ -85,7 +85,7 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
     "2.3": ((FULL, LORA, QLORA, QLORA_DDP), _memory("Weights", _base_weights_mib, "{:.1f} MiB")),
-    "2.4": ((FULL,), IN_TRAINING),
+    "2.4": ((LORA, FULL), IN_TRAINING),
     "2.5": ((FULL, FULL_MP), IN_TRAINING),
     "2.6": (
         (FULL, FULL_DDP, FULL_FSDP, ("full", "zero2"), FULL_ZERO3),
@@ -184,6 +184,19 @@ def _needed_by_plan(run: RunConfig) -> Row:
 
 
 TABLES = {
+    # what the GPUs of the published runs have, against those of one device
+    "found 2.5 gpus": Table(
+        lambda _: published(FULL, FULL_MP),
+        (
+            WHAT[0],
+            "short_devices",
+            "epochs",
+            "cuda as CUDA cores",
+            "vram as VRAM in all",
+            "mean_time as Time",
+            "memory_needed as VRAM per GPU",
+        ),
+    ),
     **{
         f"found {number}": Table(partial(_found, number=number), (*WHAT, gain), footnote=footnote)
         for number, (_, gain) in COMPARED.items()

@@ -56,8 +56,28 @@ SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
 FULL_QUALITY = [name for name in QUALITY if name not in ("learning_rate", "shuffled_minilm", "shuffled")]
 SIZE = (
     Column("Model", lambda row: f"{model_of(row)}, {row['trained_parameters'] / 1e6:.1f}M trained"),
-    Column("Rows per step", "config.per_device_train_batch_size"),
+    Column("Examples per step", "config.per_device_train_batch_size"),
 )
+SCHEDULE = (
+    Column("Schedule", "schedule", SCHEDULES.get),
+    Column("Micro-batches", "parts"),
+    Column("A step", lambda row: row["in_schedule"]["step_s"] * 1e3, "{:,.0f} ms"),
+    Column(
+        "Against naive MP", lambda row: row["pipeline"]["step_s"]["naive"] / row["in_schedule"]["step_s"], "{:.2f}x"
+    ),
+    Column("Formula", lambda row: row["pipeline"]["stages"] * row["parts"] / row["passes"], "{:.2f}x"),
+    Column(
+        "Idle per stage",
+        "in_schedule.idle_share",
+        lambda shares: " / ".join(f"{share:.0%}" for share in shares),
+    ),
+)
+ACTIVATIONS = Column(
+    "Activations at once per stage (MiB)",
+    "in_schedule.peak_activations_mib",
+    lambda stages: " / ".join(f"{mib:.1f}" for mib in stages),
+)
+PRECISION = (Column("Precision", "config.precision"), Column("Learning rate", "config.learning_rate", "{:g}"))
 
 
 def _of_whole(row: Row, key: str) -> str:
@@ -128,8 +148,8 @@ def _maps(_: list[Record]) -> Iterator[Row]:
 
     for name, _, run in _gpu_folders(FULL_MP):
         batch = BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH)
-        table = placement_table(run, batch).drop(columns="Highest (GiB)")
-        yield from ({"Run": name, **row, "Figures": PROJECTED} for row in table.to_dict("records"))
+        table = placement_table(run, batch).drop(columns=["Highest (GiB)", "Embeddings, head"])
+        yield from ({"Run": name, **row} for row in table.to_dict("records"))
 
 
 def _batch_sizes(records: list[Record]) -> Iterator[Row]:
@@ -226,35 +246,35 @@ TABLES = {
     "full-precision": Table(
         _precisions,
         (
-            Column("Precision", "config.precision"),
-            Column("Learning rate", "config.learning_rate", "{:g}"),
+            *PRECISION,
             Column("Batch size", "config.per_device_train_batch_size"),
             "steps",
-            Column("Weights that a step changes", "updated_share", "{:.0%}"),
+            Column("Weights changed", "updated_share", "{:.0%}"),
             "loss",
             "facts",
             "whole_time",
             "figures",
-            "command",
         ),
+    ),
+    "full-precision-commands": Table(
+        _precisions, (*PRECISION, "command"), line="- {Precision}, learning rate {Learning rate}: {Command}"
     ),
     "full-memory": Table(
         _projected_precisions,
         (
             Column("Trained", "trained"),
             Column("Precision", "precision"),
-            Column("Weights (GiB)", "device.parts_gib.weights", "{:.1f}"),
-            Column("Gradients, all together (GiB)", "gradients_gib", "{:.1f}"),
-            Column("Optimizer (GiB)", "device.parts_gib.optimizer", "{:.1f}"),
+            Column("Weights", "device.parts_gib.weights", "{:.1f}"),
+            Column("Gradients", "gradients_gib", "{:.1f}"),
+            Column("Optimizer", "device.parts_gib.optimizer", "{:.1f}"),
             Column(
-                "Activations, logits (GiB)",
+                "Activations",
                 lambda row: row["device"].parts_gib["activations"] + row["device"].parts_gib["logits"],
                 "{:.1f}",
             ),
-            Column("Peak (GiB)", "device.peak_gib", "{:.1f}"),
-            Column("Fits an A100 80GB", lambda row: fits(row["device"].safe_gib, "A100 80GB SXM")),
-            Column("Fits an H200 141GB", lambda row: fits(row["device"].safe_gib, "H200 141GB")),
-            "figures",
+            Column("Peak", "device.peak_gib", "{:.1f}"),
+            Column("A100", lambda row: fits(row["device"].safe_gib, "A100 80GB SXM")),
+            Column("H200", lambda row: fits(row["device"].safe_gib, "H200 141GB")),
         ),
     ),
     # 2.5
@@ -274,7 +294,7 @@ TABLES = {
             Column("Approach", "name"),
             "devices",
             Column("Batch size", "config.per_device_train_batch_size"),
-            Column("Rows", "rows"),
+            Column("Examples", "rows"),
             Column("Steps", "steps", "{:,}"),
             Column("A step", lambda row: f"{step_s(row):.2f} s" if "figures" in row else milliseconds(step_s(row))),
             Column("Training without validation", lambda row: row["train_time_s"] - row["reporting_s"], clock),
@@ -369,28 +389,16 @@ TABLES = {
         _schedules,
         (
             *SIZE,
-            Column("Schedule", "schedule", SCHEDULES.get),
-            Column("Micro-batches", "parts"),
-            Column("A step", lambda row: row["in_schedule"]["step_s"] * 1e3, "{:,.0f} ms"),
-            Column(
-                "Against naive MP",
-                lambda row: row["pipeline"]["step_s"]["naive"] / row["in_schedule"]["step_s"],
-                "{:.2f}x",
-            ),
-            Column("The formula's", lambda row: row["pipeline"]["stages"] * row["parts"] / row["passes"], "{:.2f}x"),
-            Column(
-                "Idle share per stage",
-                "in_schedule.idle_share",
-                lambda shares: " / ".join(f"{share:.0%}" for share in shares),
-            ),
+            *SCHEDULE,
             Column("The formula's idle share", lambda row: (row["pipeline"]["stages"] - 1) / row["passes"], "{:.0%}"),
-            Column(
-                "Activations at once per stage (MiB)",
-                "in_schedule.peak_activations_mib",
-                lambda stages: " / ".join(f"{mib:.1f}" for mib in stages),
-            ),
+            ACTIVATIONS,
             "figures",
         ),
+    ),
+    # the same of the larger model alone: a readme's table
+    "pp-gain": Table(
+        lambda records: _schedules([run for run in records if run["config"]["weights"] == "random"]),
+        (*SCHEDULE, ACTIVATIONS.titled("Activations, MiB")),
     ),
     # from the formula's speed-up to the one that was reached: where the rest goes
     "pp-losses": Table(
