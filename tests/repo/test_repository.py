@@ -101,7 +101,7 @@ def test_a_readme_is_read_in_ten_minutes_and_each_of_its_tables_at_a_glance(path
 
 def sentences(text: str) -> list[str]:
     """Return the sentences of a page, without its tables, pictures, headings and code."""
-    text = re.sub(r"```.*?```|<[^>]+>|^(?:\||#).*$|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"```.*?```|<[^>]+>|^(?:\||#)[^\n]*$|(?<=\])\([^)]*\)", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.split(r"(?<=[.!?:])\s+|\n\n|\n- ", text)
 
 
