@@ -7,7 +7,7 @@ From this folder:
         my_workflow_lora_finetuning_with_ddp.py --batch_size 16
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_lora_finetuning_with_ddp.py
 
-Against 2.1: (1) each rank's model is a replica inside DDP, (2) a step gives each rank rows of its own, (3) the ranks'
+Against 2.1: (1) each rank's model is a replica inside DDP, (2) each rank gets different examples, (3) the ranks'
 gradients are exchanged in the last backward pass of a step, (4) gradient checkpointing is non-reentrant, (5) the
 upper bound is measured beside the speed-up.
 """

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -35,6 +36,7 @@ from common.reporting.rows import (
     kind_name,
     kind_of,
     step_s,
+    with_seeds,
 )
 
 # -- columns
@@ -96,6 +98,37 @@ def _what(row: Row) -> str:
 def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
     rows = beside_one_device(completed(records, LORA_DDP), records, same)
     return [row for row in rows if row["baseline"]]
+
+
+def _rates(records: list[Record]) -> list[Row]:
+    """Return what others published, then each batch and learning rate here, over its seeds; the smallest batch first.
+
+    Runs with random weights are left out: they show memory and speed alone.
+    """
+    runs = [
+        run
+        for run in completed(records, LORA, LORA_DDP)
+        if run["launcher"] in ("python", "torchrun") and run["config"]["weights"] != "random"
+    ]
+    measured = sorted(with_seeds(runs), key=lambda row: (len(row["world"]), row[STRONG], row["peak_learning_rate"]))
+    return [*published(LORA, LORA_DDP), *measured]
+
+
+def _scaled(records: list[Record]) -> list[Row]:
+    """Return what others published, then strong and weak scaling here: runs by command on the usual seed."""
+    runs = [
+        record
+        for record in records
+        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
+    ]
+    usual = [
+        row
+        for same in (STRONG, WEAK)
+        for row in _ddp_runs(runs, same)
+        if row["config"]["learning_rate_scaling"] == RunConfig.learning_rate_scaling
+    ]
+    measured = {(row["run_folder"], row["run_name"]): row for row in usual}  # a baseline only once
+    return [*published(LORA, LORA_DDP), *measured.values()]
 
 
 def _front_runs(records: list[Record]) -> list[Row]:
@@ -225,18 +258,40 @@ TABLES = {
     ),
     "lora-quality": Table(lambda records: completed(records, LORA), QUALITY, waiting=(LORA,), published=(LORA,)),
     "lora-speed": Table(lambda records: completed(records, LORA), SPEED, waiting=(LORA,), published=(LORA,)),
+    # what tells the runs stands in the first part
     "ddp-quality": Table(
-        lambda records: completed(records, LORA, LORA_DDP),
-        QUALITY,
-        waiting=(LORA, LORA_DDP),
+        lambda records: [run for run in completed(records, LORA, LORA_DDP) if run["config"]["weights"] != "random"],
+        tuple(dict.fromkeys((*WHAT, "effective_batch", "learning_rate", *QUALITY))),
         published=(LORA, LORA_DDP),
+    ),
+    "ddp-rates": Table(
+        _rates,
+        (
+            Column("Approach", lambda row: kind_name(row).replace(" with", ",")),
+            "short_figures",
+            "epochs",
+            "effective_batch as Effective batch",
+            "learning_rate as Learning rate",
+            replace(column("score as Score"), over_seeds=True),
+            replace(column("facts"), over_seeds=True),
+        ),
+    ),
+    "ddp-scaling": Table(
+        _scaled,
+        (
+            "short_devices",
+            "batch",
+            "cuda as CUDA scaling",
+            "vram as VRAM scaling",
+            "time as Time",
+            "speedup as Speed-up",
+            "ceiling",
+        ),
     ),
     # the same steps, shared (strong scaling)
     "ddp-strong": Table(partial(_ddp_runs, same=STRONG), SCALED),
     # fewer, larger steps for the same rows (weak scaling)
-    "ddp-weak": Table(
-        partial(_ddp_runs, same=WEAK), (*SCALED, "cuda", "vram"), waiting=(LORA_DDP,), published=(LORA, LORA_DDP)
-    ),
+    "ddp-weak": Table(partial(_ddp_runs, same=WEAK), (*SCALED, "cuda", "vram"), published=(LORA, LORA_DDP)),
     # where a step's time goes when its rows are shared; the bare steps were timed in the run
     "ddp-step": Table(
         lambda records: [
@@ -250,7 +305,9 @@ TABLES = {
             Column("One rank, the whole batch, bare", "machine_ceiling.one_rank_global_batch_step_s", milliseconds),
             Column("One rank, its share alone, bare", "machine_ceiling.one_rank_share_step_s", milliseconds),
             Column(
-                "All ranks at once, not synchronising, bare", "machine_ceiling.all_ranks_share_step_s", milliseconds
+                "All ranks at once, without synchronization, bare",
+                "machine_ceiling.all_ranks_share_step_s",
+                milliseconds,
             ),
             Column("All ranks, in training with DDP", step_s, milliseconds),
         ),

@@ -39,7 +39,6 @@ from common.reporting.rows import (
     Row,
     baseline_of,
     completed,
-    kind_name,
     kind_of,
     with_seeds,
 )
@@ -94,7 +93,7 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
 WHAT = (
-    Column("Approach", lambda row: kind_name(row).replace(" fine-tuning", "")),
+    "short_approach",
     "short_figures",
     "short_devices",
     "batch",
@@ -121,12 +120,20 @@ def _found(records: list[Record], number: str) -> list[Row]:
 def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> Row | None:
     """Return the setting with the most seeds, of the technique's own folder where that has some; None: there is no run.
 
-    Those with so many `rows_per_step` come first.
+    Those with so many `rows_per_step` come first; of equals the run folder's own setting, whose runs need no name.
     """
     by_command = [run for run in runs if run["command"] != "the notebook"]
     own = [run for run in by_command if run["run_folder"].startswith(number)]
     settings = with_seeds(own or by_command)
-    return max(settings, key=lambda row: (row[STRONG] == rows_per_step, len(row["seeds"])), default=None)
+    return max(
+        settings,
+        key=lambda row: (
+            row[STRONG] == rows_per_step,
+            len(row["seeds"]),
+            row["run_name"].startswith(f"{row['launcher']}-batch"),
+        ),
+        default=None,
+    )
 
 
 # -- what run folders need

@@ -12,34 +12,25 @@ from bench.tables.table import (
     PROJECTED,
     QLORA,
     QLORA_DDP,
-    QLORA_FSDP,
     Table,
     approach,
     column,
-    not_run,
-    waiting,
 )
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of, run_folders
+from common.base.run_folders import run_folders
 from common.base.specs import TECHNIQUES
 from common.planning.terms import Kind
 from common.records.store import Record
 from common.reporting.columns import Column
-from common.reporting.rows import NOT_RUN, Row, clock, completed, devices_of
+from common.reporting.rows import NOT_RUN, Row, completed, devices_of
 
 SEEDS = (42, 7, 8)
-# Kinds that have no run folder of their own on GPUs: the folder and the options that start them
-NEEDS_GPUS = {
-    QLORA_DDP: ("2.3_qlora_finetuning/run_1_a5000_24g_x1", "--parallel ddp --devices 2"),
-    QLORA_FSDP: ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", "--technique qlora"),
-}
 
 
 def _name(row: Row) -> str:
     """Return the approach, with those settings of a QLoRA run that differ from the defaults."""
-    shows = TECHNIQUES[row["technique"]].quantizes and row["status"] != NOT_RUN
-    names = ("quantization", "optim") if shows else ()
+    names = ("quantization", "optim") if TECHNIQUES[row["technique"]].quantizes else ()
     unusual = [row["config"][name] for name in names if row["config"][name] != getattr(RunConfig, name)]
     return ", ".join([approach(row), *unusual])
 
@@ -71,21 +62,9 @@ QUALITY = (
 )
 
 
-def _runs(records: list[Record]) -> list[Row]:
-    """Return the runs beside LoRA's, and what nobody has run: of run folders, and with options of `NEEDS_GPUS`."""
-    rows = [not_run(REPOSITORY / folder, literal_of(REPOSITORY / folder)) for folder, _ in NEEDS_GPUS.values()]
-    needing_gpus = [
-        {
-            **row,
-            "technique": technique,
-            "parallel": parallel,
-            "config": {**row["config"], "devices": 2},
-            "world": [{}] * 2,
-            "command": f'{row["command"]} ARGS="{options}"',
-        }
-        for row, ((technique, parallel), (_, options)) in zip(rows, NEEDS_GPUS.items(), strict=True)
-    ]
-    return [*completed(records, LORA, QLORA, QLORA_DDP), *waiting(records, QLORA), *needing_gpus]
+def _runs(records: list[Record]) -> list[Record]:
+    """Return the runs beside LoRA's; those with random weights show memory and speed of another model."""
+    return [run for run in completed(records, LORA, QLORA, QLORA_DDP) if run["config"]["weights"] != "random"]
 
 
 def _memory(records: list[Record]) -> Iterator[Row]:
@@ -107,6 +86,7 @@ def _memory(records: list[Record]) -> Iterator[Row]:
             projected = {"run": f"`{folder.name}`, {run.quantization}, {rows}", "digits": 1, "figures": PROJECTED}
             weights = {"lora_gib": lora.parts_gib[Kind.WEIGHTS], "qlora_gib": qlora.parts_gib[Kind.WEIGHTS]}
             fit = {"lora_fits": fits(lora.safe_gib, run.gpu), "qlora_fits": fits(qlora.safe_gib, run.gpu)}
+            fit |= {"card": run.gpu, "batch_size": run.per_device_train_batch_size}
             yield {**projected, "of": "weights, 7B model", **weights}
             yield {**projected, "of": "training's peak", "lora_gib": lora.peak_gib, "qlora_gib": qlora.peak_gib, **fit}
 
@@ -171,20 +151,28 @@ TABLES = {
             "figures",
         ),
     ),
+    # which cards hold what, of the table above
+    "qlora-cards": Table(
+        lambda records: [row for row in _memory(records) if "lora_fits" in row],
+        (
+            Column("Card", "card"),
+            Column("Batch size", "batch_size"),
+            _gib("LoRA (GiB)", lambda row: row["lora_gib"]),
+            _gib("QLoRA (GiB)", lambda row: row["qlora_gib"]),
+            Column("LoRA fits", "lora_fits"),
+            Column("QLoRA fits", "qlora_fits"),
+            "figures",
+        ),
+    ),
     # full fine-tuning, LoRA and QLoRA on the same rows and seeds: mean, and range
     "best-good-ok": Table(
         _techniques,
         (
-            "kind",
+            "short_approach",
             Column("Often said", "said"),
-            Column("Seeds", lambda row: ", ".join(str(run["config"]["seed"]) for run in row["seeds"])),
-            Column("Learning rate", "config.learning_rate", "{:g}"),
             Column("Trained weights", "trained_parameters", "{:,}"),
             replace(column("loss"), over_seeds=True),
             replace(column("facts"), format="{:.1%}", over_seeds=True),
-            replace(column("minilm"), title="By MiniLM (lower is better)", format="{:.4f}", over_seeds=True),
-            Column("Training time", lambda row: " / ".join(clock(run["train_time_s"]) for run in row["seeds"])),
-            "planned",
             "figures",
         ),
     ),

@@ -38,7 +38,7 @@ PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 NOT_PUBLISHED, PROJECTED = "not published", "projected"
 
 LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
-QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
+QLORA, QLORA_DDP = ("qlora", "single"), ("qlora", "ddp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 # By their names in records: what users call them
@@ -238,6 +238,7 @@ def memory_needed(row: Row) -> str:
 
 COLUMNS = shared.COLUMNS | {
     "approach": Column("Approach", approach),
+    "short_approach": Column("Approach", lambda row: kind_name(row).replace(" fine-tuning", "")),
     "technique": Column("Technique", lambda row: TECHNIQUES[row["technique"]].title),
     "figures": Column("Figures", lambda row: row.get("figures", "measured")),
     "short_figures": Column("Figures", lambda row: row.get("figures", "measured").partition(":")[0]),

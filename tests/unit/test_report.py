@@ -66,6 +66,28 @@ def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(recor
     assert TABLES["ddp-strong"](records)["Upper bound"].tolist() == ["1x", "not run"]
 
 
+def test_scaling_stands_beside_what_was_published_and_one_device_stands_once(records: list[Record]) -> None:
+    shown = TABLES["ddp-scaling"](records)[["Batch size", "VRAM scaling", "Time", "Speed-up"]].values.tolist()
+    assert shown[:3] == [
+        ["14 x1", "1x (48G x1)", "23:51", "1.00x"],
+        ["14 x2", "2x (48G x2)", "12:29", "1.91x"],
+        ["14 x4", "4x (48G x4)", "6:39", "3.59x"],
+    ]
+    assert shown[3:] == [
+        ["16 x1", "no GPU", "1:40", "1.00x"],
+        ["8 x2", "no GPU", "1:00", "1.67x"],
+        ["16 x2", "no GPU", "0:50", "2.00x"],
+    ]
+
+
+def test_a_learning_rates_table_leaves_out_what_learns_nothing(records: list[Record]) -> None:
+    columns = ["Figures", "Effective batch"]
+    measured = [["measured", "16 x1"], ["measured", "8 x2"], ["measured", "16 x2"]]
+    assert TABLES["ddp-rates"](records)[columns].values.tolist()[3:] == measured
+    records[0]["config"]["weights"] = "random"
+    assert TABLES["ddp-rates"](records)[columns].values.tolist()[3:] == measured[1:]
+
+
 @pytest.mark.parametrize(
     ("part", "setting", "value"),
     [
