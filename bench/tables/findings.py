@@ -147,7 +147,7 @@ def _found_of_plans(records: list[Record]) -> Iterator[Row]:
     lines = (
         ("memory of a GPU", "held-out peaks", "published", held_out["Points"], held_out["Mean error"], spread),
         *_closed_form(outcomes.TABLES["bench-planner"](records).set_index("What")["Measured"]),
-        ("tensors of a phase", "runs on a CPU", "measured", phases["Compared"], phases["Mean error"], worst),
+        ("tensors of a phase", "our kept runs", "measured", phases["Compared"], phases["Mean error"], worst),
         ("tokens per second", "fitted rates", "published", rate["Points"], f"{rate['Error']} (median)", near),
     )
     yield from (dict(zip(titles, line, strict=True)) for line in lines)

@@ -227,7 +227,7 @@ def test_the_planners_errors_in_short_are_those_of_the_tables_that_show_all(meas
     )
     lines = TABLES["found 1.1"]([]).set_index("Compared with")
     assert lines.loc["the dry run", ["Points", "Error", "Spread"]].tolist() == ["7", "0.4%", "at most 5.0%"]
-    assert lines.loc["runs on a CPU", ["Points", "Error"]].tolist() == [0, "not run"]
+    assert lines.loc["our kept runs", ["Points", "Error"]].tolist() == [0, "not run"]
     memory, rates = (TABLES[name]([]).iloc[-1] for name in ("published-memory", "rates-by-source"))
     assert lines.loc["held-out peaks", ["Points", "Error"]].tolist() == [memory["Points"], memory["Mean error"]]
     assert lines.loc["fitted rates", "Points"] == rates["Points"]
