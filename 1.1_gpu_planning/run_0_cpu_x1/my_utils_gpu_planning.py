@@ -63,7 +63,7 @@ class Question:
             devices=len(self.cluster.gpus),
             **{"precision": self.precision or usual_precision(technique, self.cluster), **changes},
         )
-        return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records()))
+        return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records())).with_rows_chosen()
 
     def ranked(self) -> list[Plan]:
         """Return the plans of all techniques and parallelisms that make sense, best first."""

@@ -1,13 +1,15 @@
 """The narrow tables at the top of a technique's results, and what each of its run folders needs.
 
-`found 2.2` has what others published beside what was measured here, one line for each way; `needs 2.2` has GPU, memory,
-disk, time and rent of each run folder as the planner has them.
+`found 2.2` has what others published beside what was measured here, one line for each strategy; `found 1.1` how far the
+planner is off; `needs 2.2` has GPU, memory, disk, time and rent of each run folder as the planner has them.
 """
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from bench.tables import outcomes, publications
 from bench.tables.footnotes import footnote
 from bench.tables.full import PROJECTED_LENGTH, recipes
 from bench.tables.table import (
@@ -19,6 +21,7 @@ from bench.tables.table import (
     FULL_ZERO3,
     LORA,
     LORA_DDP,
+    PROJECTED,
     QLORA,
     QLORA_DDP,
     Table,
@@ -92,6 +95,10 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
     ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
 }
+# What others published of memory and of times
+PUBLISHED_EVIDENCE = ("published-memory", "rates-by-source")
+# By what the benchmark compares the planner's closed form with: its name in short, and whose figures they are
+CLOSED_FORM = {"measured CUDA peaks": ("peaks on one H200", "measured"), "dry run": ("the dry run", PROJECTED)}
 WHAT = (
     "short_approach",
     "short_figures",
@@ -134,6 +141,31 @@ def _usual_run(runs: Iterable[Record], number: str, rows_per_step: int | None = 
         ),
         default=None,
     )
+
+
+def _found_of_plans(records: list[Record]) -> Iterator[Row]:
+    """Yield how far plans are off by each kind of evidence, as the tables that show all of it have it."""
+    titles = ("Planned", "Compared with", "Figures", "Points", "Error", "Spread")
+    memory, rates = (publications.TABLES[name](records).set_index("Source") for name in PUBLISHED_EVIDENCE)
+    held_out, rate = memory.loc["held out, together"], rates.loc["all"]
+    phases = outcomes.TABLES["memory-by-phase"](records).set_index("Phase").loc["all phases"]
+    spread, near = f"{held_out['Within 15 %']} within 15%", f"{rate['Near']} within a factor of {publications.WITHIN}"
+    worst = f"at most {phases['Worst error'].lstrip('+-')}"
+    lines = (
+        ("memory of a GPU", "held-out peaks", "published", held_out["Points"], held_out["Mean error"], spread),
+        *_closed_form(outcomes.TABLES["bench-planner"](records).set_index("What")["Measured"]),
+        ("tensors of a phase", "our kept runs", "measured", phases["Compared"], phases["Mean error"], worst),
+        ("tokens per second", "fitted rates", "published", rate["Points"], f"{rate['Error']} (median)", near),
+    )
+    yield from (dict(zip(titles, line, strict=True)) for line in lines)
+
+
+def _closed_form(measured: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of what the benchmark compares the closed form with, of its figures by their names."""
+    for what, mean in measured.items():
+        if found := re.match(r"closed form against (.*), (\d+) points: mean error", what):
+            worst = measured[f"closed form against {found[1]}: worst error"]
+            yield "tensors of a step", *CLOSED_FORM[found[1]], found[2], mean, f"at most {worst}"
 
 
 # -- what run folders need
@@ -204,6 +236,7 @@ TABLES = {
             "memory_needed as VRAM per GPU",
         ),
     ),
+    "found 1.1": Table(_found_of_plans),
     **{
         f"found {number}": Table(partial(_found, number=number), (*WHAT, gain), footnote=footnote)
         for number, (_, gain) in COMPARED.items()

@@ -1,5 +1,6 @@
 """The planner's answers: its contract, its reasons, its refusals, and its speed."""
 
+import importlib
 import json
 import os
 import re
@@ -666,3 +667,13 @@ def test_pairs_are_planned_for_techniques_that_train_on_them(planned: Planned) -
     )
     assert (chat.keys(), pairs.keys()) == ({"full", "lora", "qlora"}, {"full", "lora"})
     assert all(pairs[technique] > chat[technique] for technique in pairs)
+
+
+def test_a_notebook_plans_one_strategy_as_the_ranking_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "1.1_gpu_planning" / "run_0_cpu_x1")
+    question = importlib.import_module("my_utils_gpu_planning").ask(
+        "llama-3.1-70b", "H100 80GB SXM", 16, 1, 1024, nodes=2
+    )
+    (ranked,) = (plan for plan in question.ranked() if plan.name == "LoRA, fsdp")
+    assert ranked.fits
+    assert question.plan("lora", "fsdp").phases == ranked.phases

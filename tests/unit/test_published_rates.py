@@ -138,7 +138,7 @@ def test_where_nothing_is_published_there_is_no_second_figure_and_it_is_said() -
     assert plan.tokens_per_s_best is None
     assert "no benchmark of this GPU" in evidence(t4)
     assert "published rates are of it" in evidence(H100)
-    assert "no published rate" in evidence(a6000)
+    assert "no benchmark of this GPU" in evidence(a6000)
     assert "RTX A5000 24GB" in evidence(a6000)
     assert generation_of(by_hand) == generation_of(cpu_device()) == UNKNOWN
     assert UNKNOWN.reached <= min(generation_of(gpu).reached for gpu in CATALOGUE)

@@ -242,6 +242,19 @@ def test_the_planners_table_has_its_entries_without_a_bar(measured_by_bench: Cal
     ]
 
 
+def test_the_planners_errors_in_short_are_those_of_the_tables_that_show_all(measured_by_bench: Callable) -> None:
+    measured_by_bench(
+        ("planner, closed form against dry run, 7 points: mean error", 0.0042, "share", None, "at most", None, ""),
+        ("planner, closed form against dry run: worst error (x: 1 of 2 GiB)", 0.05, "share", None, "at most", None, ""),
+    )
+    lines = TABLES["found 1.1"]([]).set_index("Compared with")
+    assert lines.loc["the dry run", ["Points", "Error", "Spread"]].tolist() == ["7", "0.4%", "at most 5.0%"]
+    assert lines.loc["our kept runs", ["Points", "Error"]].tolist() == [0, "not run"]
+    memory, rates = (TABLES[name]([]).iloc[-1] for name in ("published-memory", "rates-by-source"))
+    assert lines.loc["held-out peaks", ["Points", "Error"]].tolist() == [memory["Points"], memory["Mean error"]]
+    assert lines.loc["fitted rates", "Points"] == rates["Points"]
+
+
 def test_a_typed_figure_is_overwritten_by_the_records(records: list[Record]) -> None:
     text = f"before\n<!-- table: ddp-strong -->\n{rendered('ddp-strong', records)}<!-- /table -->\nafter\n"
     assert with_tables(text, records) == text
