@@ -207,7 +207,7 @@ TABLES = {
             Column("Gradients are sent", "config.gradient_exchange", EXCHANGES.get),
             "figures",
             Column("Machines", lambda row: f"{row['config']['devices']} network namespaces, {devices_of(row)}"),
-            Column("Rows per step", "effective_batch_size"),
+            Column("Examples per step", "effective_batch_size"),
             "steps",
             Column("Step (s)", step_s, "{:.3f}"),
             Column("Speed-up", lambda row: row["after_s"] / step_s(row), "{:.2f}x"),
@@ -238,7 +238,7 @@ TABLES = {
         (
             MACHINES_OF_FLEET,
             "figures",
-            Column("Rows per step", "fleet.run.effective_batch_size"),
+            Column("Examples per step", "fleet.run.effective_batch_size"),
             Column(
                 "Text and summary (tokens)",
                 lambda row: f"{row['fleet'].run.max_length:,} and {row['fleet'].run.max_target_length:,}",
