@@ -197,10 +197,12 @@ def draw_classification() -> plt.Figure:
     """What each of two devices holds and reads: data, pipeline and tensor parallel."""
     figure, axes = blank(11.6, 3.9)
     ways = (
-        (0.2, "data parallel (DDP)", ("both",) * 3, ("both",) * 3, "rows 1 to 16", "rows 17 to 32", "gradients"),
-        (4.1, "pipeline parallel (PP)", ("both", "both", "no"), ("no", "no", "both"), "rows 1 to 32,\n8 parts in turn",
-         "the same rows,\na part later", "hidden states"),
-        (8.0, "tensor parallel (TP)", ("left",) * 3, ("right",) * 3, "rows 1 to 32", "the same rows", "parts of sums"),
+        (0.2, "data parallel (DDP)", ("both",) * 3, ("both",) * 3, "examples 1 to 16", "examples 17 to 32",
+         "gradients"),
+        (4.1, "pipeline parallel (PP)", ("both", "both", "no"), ("no", "no", "both"),
+         "examples 1 to 32,\nin 8 micro-batches", "the same examples,\na micro-batch later", "hidden states"),
+        (8.0, "tensor parallel (TP)", ("left",) * 3, ("right",) * 3, "examples 1 to 32", "the same examples",
+         "partial sums"),
     )  # fmt: skip
     for x, title, first, second, reads, other_reads, sent in ways:
         axes.text(x + 1.7, 3.6, title, ha="center", fontsize=10, fontweight="bold")

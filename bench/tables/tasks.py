@@ -41,9 +41,13 @@ def _not_classified(records: list[Record]) -> list[Row]:
     ]
 
 
+def _shared_by(row: Row) -> str:
+    """Return `DDP`, or `naive PP` of a single micro-batch: how devices share a step, without the technique."""
+    return "naive " * ("naive" in in_parts(row)) + PARALLELISMS[row["parallel"]].label
+
+
 def _shorter(row: Row) -> str:
-    name = setting_name(row).replace(" fine-tuning", "").replace(", 1 micro-batch (naive MP)", ", naive")
-    return name.replace(" micro-batches", " parts")
+    return setting_name(row).replace(" fine-tuning", "")
 
 
 def _found_classified(records: list[Record], technique: str) -> list[Row]:
@@ -116,11 +120,11 @@ TABLES = {
     **{
         f"found 3.1 {technique}": Table(
             partial(_found_classified, technique=technique),
-            (Column("Setting", _shorter), "short_figures", "short_devices", "best_accuracy as Accuracy",
-             PEAKS.titled("GiB per device"), "time as Time"),
+            (Column(title, _shared_by), "short_figures", "short_devices", "best_accuracy as Accuracy",
+             PEAKS.titled("Peak GiB"), "time as Time", "speedup_of_task"),
             footnote=footnote,
         )
-        for technique in ("full", "lora")
+        for technique, title in (("full", "Full fine-tuning"), ("lora", "LoRA"))
     },
     "found 3.3": Table(
         answered,

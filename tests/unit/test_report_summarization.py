@@ -33,7 +33,7 @@ def test_published_figures_are_those_of_the_source(table: pd.DataFrame) -> None:
 def test_the_published_times_follow_from_the_published_settings(table: pd.DataFrame) -> None:
     """Within a quarter for V100s with the network at its best; a row is sent for as a step on several machines."""
     projected = lines_of(table, "projected, published settings")
-    assert projected["Rows per step"].tolist() == ["64", "4", "4", "4", "4"]
+    assert projected["Examples per step"].tolist() == ["64", "4", "4", "4", "4"]
     for machine, network, published in (("1 x p3.8", "NVLink", "25:00"), ("4 x p3.2", "Ethernet 10 ", "2:30:00")):
         (time,) = projected[projected["Machines"].str.startswith(machine)
                             & projected["Network"].str.startswith(network)]["Time"]  # fmt: skip
