@@ -172,7 +172,7 @@ def table_of(plans: Sequence[Plan], rows_per_epoch: int) -> pd.DataFrame:
     """Return the plans in their order, one row each."""
     return pd.DataFrame([
         {
-            "way": plan.name,
+            "strategy": plan.name,
             "fits": plan.verdict,
             "peak GiB": round(plan.fullest[0].peak_gib, 1),
             "largest batch": plan.max_batch_size,
@@ -187,7 +187,7 @@ def table_of(plans: Sequence[Plan], rows_per_epoch: int) -> pd.DataFrame:
 
 def reasons(plans: Sequence[Plan]) -> pd.DataFrame:
     """Return why each plan stands where it stands."""
-    return pd.DataFrame({"way": [plan.name for plan in plans], "why": [why(plan) for plan in plans]})
+    return pd.DataFrame({"strategy": [plan.name for plan in plans], "why": [why(plan) for plan in plans]})
 
 
 def seconds_per_row(plans: Mapping[str, Plan]) -> pd.DataFrame:

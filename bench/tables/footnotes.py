@@ -15,10 +15,11 @@ def footnote(row: Row) -> str:
     if row["status"] == NOT_PUBLISHED:
         copy = _folder_like(row)
         return f"P{row['figures'][1:]}." + (f" The same settings here, not run: {_notebook(copy)}." if copy else "")
-    seeds = len(row.get("seeds", [row]))
-    also = f", and {seeds - 1} more with other seeds" if seeds > 1 else ""
-    record = f"[record]({_from_technique(Path(row['run_folder'], 'records', row['run_name']))}.json)"
-    return f"Measured: {_notebook(row['run_folder'], row['launcher'])}, {record}{also}."
+    seeds = row.get("seeds", [row])
+    shown = next((run for run in seeds if run["config"]["seed"] == RunConfig.seed), row)
+    also = f", and {len(seeds) - 1} more with other seeds" if len(seeds) > 1 else ""
+    record = f"[record]({_from_technique(Path(shown['run_folder'], 'records', shown['run_name']))}.json)"
+    return f"Measured: {_notebook(shown['run_folder'], shown['launcher'])}, {record}{also}."
 
 
 def _notebook(run_folder: str, launcher: str = "") -> str:

@@ -55,7 +55,7 @@ TABLES = {
             [run for run in study_runs() if run["config"]["learning_rate"] == RunConfig.learning_rate], "train_rows"
         ),
         (
-            "kind",
+            "short_approach",
             Column("Rows", "config.train_rows"),
             Column(
                 "Passes",

@@ -191,7 +191,7 @@ TABLES = {
             score("ROUGE-2", "rouge2", "{:.3f}")[-1],
             ROUGE_L_BOTH,
             score("ROUGE-Lsum", "rougeLsum", "{:.3f}")[-1],
-            EXACT_BOTH.titled("To the letter"),
+            EXACT_BOTH.titled("Exact match"),
             "loss",
             "time",
             "tokens_per_s",
@@ -221,7 +221,7 @@ TABLES = {
             "machine",
             Column(
                 "Before",
-                lambda row: f"before: ROUGE-L {ROUGE_L_BEFORE.cell(row)}, to the letter {EXACT_BEFORE.cell(row)}",
+                lambda row: f"before: ROUGE-L {ROUGE_L_BEFORE.cell(row)}, exact match {EXACT_BEFORE.cell(row)}",
             ),
             LOOP,
             "device_count",

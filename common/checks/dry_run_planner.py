@@ -1,4 +1,4 @@
-"""The planner's answer for a model that the closed form does not know: dry runs of each way, ranked by memory alone."""
+"""The planner's answer for a model that the closed form does not know: dry runs of each strategy, by memory alone."""
 
 import json
 import math
@@ -127,7 +127,7 @@ def _table(tried: Sequence[Tried], gpu: Gpu) -> str:
         ]
         for each in tried
     ]
-    headers = ["way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch"]
+    headers = ["strategy", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch"]
     return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
 
 

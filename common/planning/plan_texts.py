@@ -119,8 +119,8 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ("way", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch", "step",
-               "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
+    headers = ("strategy", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch",
+               "step", "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
     used: dict[str, dict[str, None]] = {}  # each technique has one precision
     for plan in plans:
         used.setdefault(plan.job.precision, {})[plan.job.method.short] = None

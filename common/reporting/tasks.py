@@ -96,17 +96,17 @@ def score(title: str, name: str, form: str, over_seeds: bool = True) -> tuple[Co
 
 LOOP = Column("Loop", "config.loop", LOOPS.get)
 ROUGE_L_BEFORE, ROUGE_L, ROUGE_L_BOTH = score("ROUGE-L", "rougeL", "{:.3f}")
-EXACT_BEFORE, EXACT, EXACT_BOTH = score("To the letter", "exact_share", "{:.0%}", over_seeds=False)
+EXACT_BEFORE, EXACT, EXACT_BOTH = score("Exact match", "exact_share", "{:.0%}", over_seeds=False)
 SUMMARIZATION = OwnTable(
     "summarization run",
     (
         Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
         Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
         Metric("rouge2", "ROUGE-2", "higher", "{:.3f}"),
-        Metric("exact_share", "to the letter", "higher", "{:.0%}"),
+        Metric("exact_share", "exact match", "higher", "{:.0%}"),
     ),
     loops,
-    (LOOP, "devices", ROUGE_L_BOTH, EXACT_BOTH.titled("To the letter"), "loss", "time", "tokens_per_s"),
+    (LOOP, "devices", ROUGE_L_BOTH, EXACT_BOTH.titled("Exact match"), "loss", "time", "tokens_per_s"),
 )
 
 # -- questions about pictures (3.3)

@@ -57,7 +57,7 @@ class Summaries:
 
     def __str__(self) -> str:
         scores = ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in self.rouge.items())
-        return f"{scores}; {self.exact_share:.0%} to the letter"
+        return f"{scores}; exact match {self.exact_share:.0%}"
 
     def summary(self) -> dict[str, object]:
         """Return the metrics for the record."""

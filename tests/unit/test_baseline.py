@@ -22,7 +22,7 @@ from common.tasks.samples import before_and_after, samples
 QUALITY = ("lora", "ddp", "full", "mp", "pp", "sharding", "qlora")
 SHOWING = (*(f"{name}-quality" for name in QUALITY), "master", "summarization-loops", "summarization-front",
            "pictures-settings", "pictures-kinds", "pictures-front")  # fmt: skip
-NO_FIGURE = {"-", "before: score -, by MiniLM -, fact recall -", "before: ROUGE-L -, to the letter -"}
+NO_FIGURE = {"-", "before: score -, by MiniLM -, fact recall -", "before: ROUGE-L -, exact match -"}
 
 
 def without_baseline(record: Record) -> Record:
@@ -50,7 +50,7 @@ def test_tables_lose_what_was_before_and_nothing_else(records: list[Record], nam
             lost += 1
             if name == "pictures-kinds":
                 assert now == f"- / {was.partition(' / ')[2]}"
-            elif "before -> after" in column or column == "To the letter":
+            elif "before -> after" in column or column == "Exact match":
                 assert now == f"- -> {was.partition(' -> ')[2]}"
             else:
                 assert now in NO_FIGURE

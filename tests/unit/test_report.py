@@ -56,11 +56,11 @@ def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(recor
     ]
     assert strong[columns].values.tolist() == [["1.00x", "1x"], ["1.67x", ceilings[0]]]
     assert weak[columns].values.tolist() == [["1.00x", "1x"], ["2.00x", ceilings[1]]]
-    front = TABLES["front"](records)[["What", "Rows per step", "Speed-up"]]
+    front = TABLES["front"](records)[["What", "Batch size", "Speed-up"]]
     assert front.values.tolist() == [
         ["LoRA", "16 x1", "1.00x"],
         ["LoRA with DDP", "8 x2", "1.67x"],
-        ["LoRA with DDP, same rows each", "16 x2", "2.00x"],
+        ["LoRA with DDP, same batch each", "16 x2", "2.00x"],
     ]
     del records[1]["machine_ceiling"]
     assert TABLES["ddp-strong"](records)["Upper bound"].tolist() == ["1x", "not run"]

@@ -87,7 +87,7 @@ def test_copying_is_no_summary(chats: list[Row]) -> None:
 def test_summaries_are_said_and_written_row_by_row() -> None:
     rows = [{"text": 'Ann: "Yes",\r\nBob: No.', "summary": "Ann agrees."}, {"text": "b", "summary": "c"}]
     summaries = Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25}, 0.5)
-    assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250; 50% to the letter"
+    assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250; exact match 50%"
     assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "exact_share": 0.5, "rows": 2}
     assert summaries.lines(rows) == [
         {"row": 1, **rows[0], "written": "Ann, agreed."},
