@@ -75,12 +75,25 @@ class Question:
         return replace(self, cluster=replace(self.cluster, link=parse_link(link, self.cluster.gpus[0])))
 
 
-def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: int = 1, **options: object) -> Question:
-    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others."""
+def ask(
+    model: str,
+    gpu: str,
+    gpus: int,
+    batch_size: int,
+    seq_len: int,
+    nodes: int = 1,
+    eval_batch_size: int = 0,
+    **options: object,
+) -> Question:
+    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others.
+
+    `eval_batch_size` is a run's `per_device_eval_batch_size`; 0 = what the planner takes.
+    """
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
     asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
     architecture = read_architecture(asked.model, asked.model_revision)
-    job = replace(job_of(asked), evaluation=evaluation_of(asked, architecture))
+    evaluation = evaluation_of(asked, architecture)
+    job = replace(job_of(asked), evaluation=replace(evaluation, rows=eval_batch_size or evaluation.rows))
     return Question(architecture, job, cluster_of(asked), asked.precision)
 
 
