@@ -2,6 +2,8 @@
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -70,3 +72,17 @@ def test_a_speed_up_stands_beside_its_upper_bound_and_the_ideal(
     assert bars_of(axes) == {"measured": times}
     bounds = [strong["machine_ceiling"]["strong"], weak["machine_ceiling"]["weak"]]
     assert [list(marks.get_offsets()[:, 0]) for marks in axes.collections] == [bounds, [2, 2]]
+
+
+def test_given_answers_are_counted_by_how_likely_they_were_and_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1")
+    draw_log_probs = importlib.import_module("my_utils_preference_tuning").draw_log_probs
+    log = SimpleNamespace(rank=SimpleNamespace(is_main=True), folder=tmp_path)
+    before, after = (SimpleNamespace(log_probs=pairs) for pairs in ([(-1, -5), (-1, -6)], [(-0.1, -15), (-0.2, -20)]))
+    chosen, rejected = draw_log_probs(log, before, after).axes
+    assert [sum(counts) for counts in bars_of(chosen).values()] == [2, 2]
+    assert bars_of(chosen)["before tuning"][0] == 2
+    assert [bars_of(rejected)[when][end] for when, end in (("before tuning", -1), ("after tuning", 0))] == [1, 1]
+    assert (tmp_path / "log_probs.png").exists()
