@@ -82,7 +82,8 @@ def test_given_answers_are_counted_by_how_likely_they_were_and_are(
     log = SimpleNamespace(rank=SimpleNamespace(is_main=True), folder=tmp_path)
     before, after = (SimpleNamespace(log_probs=pairs) for pairs in ([(-1, -5), (-1, -6)], [(-0.1, -15), (-0.2, -20)]))
     chosen, rejected = draw_log_probs(log, before, after).axes
-    assert [sum(counts) for counts in bars_of(chosen).values()] == [2, 2]
-    assert bars_of(chosen)["before tuning"][0] == 2
-    assert [bars_of(rejected)[when][end] for when, end in (("before tuning", -1), ("after tuning", 0))] == [1, 1]
+    heights = [[list(bars.datavalues) for bars in axes.containers] for axes in (chosen, rejected)]  # before, after
+    assert [[sum(counts) for counts in of_answer] for of_answer in heights] == [[2, 2], [2, 2]]
+    assert heights[0][0][0] == 2  # equally likely before, and the least likely of the chosen ones
+    assert [heights[1][0][-1], heights[1][1][0]] == [1, 1]  # a rejected one was the likeliest, one is the least likely
     assert (tmp_path / "log_probs.png").exists()
