@@ -11,9 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from common.base.paths import REPOSITORY
-from common.records.store import Record
 from common.reporting.plots import plot_memory, plot_placement
-from common.reporting.rows import STRONG, WEAK, beside_one_device
 
 
 @pytest.fixture(autouse=True)
@@ -54,24 +52,6 @@ def test_each_device_map_has_a_bar_on_each_device() -> None:
     figure = plot_placement(table)
     assert bars_of(figure.axes[0]) == {"auto": [9.5, 18.0], "even": [14.5, 14.0]}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["auto", "even"]
-
-
-def test_a_speed_up_stands_beside_its_upper_bound_and_the_ideal(
-    records: list[Record], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2")
-    plot_speed_ups = importlib.import_module("my_utils_lora_finetuning_with_ddp").plot_speed_ups
-    runs = [run for run in records if run["run_name"] in ("torchrun-batch8-seed7", "torchrun-batch16-seed42")]
-    runs = [run for run in runs if run["run_folder"].startswith("2.2_")]
-    rows = [row for same in (STRONG, WEAK) for row in beside_one_device(runs, records, same)]
-    (axes,) = plot_speed_ups(rows).axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["torchrun-batch8-seed7\n(same global batch)", "torchrun-batch16-seed42\n(same batch per rank)"]
-    strong, weak = (row for row in rows if row["baseline"] and row["parallel"] == "ddp")
-    times = [row["baseline"]["train_time_s"] / row["train_time_s"] for row in (strong, weak)]
-    assert bars_of(axes) == {"measured": times}
-    bounds = [strong["machine_ceiling"]["strong"], weak["machine_ceiling"]["weak"]]
-    assert [list(marks.get_offsets()[:, 0]) for marks in axes.collections] == [bounds, [2, 2]]
 
 
 def test_given_answers_are_counted_by_how_likely_they_were_and_are(
