@@ -50,6 +50,7 @@ def draw_log_probs(log: RunRecorder, before: PreferenceEvaluation, after: Prefer
         for when, each in values.items():
             axis.hist(each, bins=30, range=(lowest, highest), alpha=0.6, label=when)
         axis.set(title=f"{answer} answers", xlabel="log-probability (nats)")
+        axis.locator_params(axis="x", nbins=5)
     axes[0].set_ylabel("test pairs")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     figure.savefig(log.folder / "log_probs.png", dpi=100)
