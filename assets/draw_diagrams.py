@@ -33,18 +33,42 @@ def blank(width: float, height: float) -> tuple[plt.Figure, Axes]:
     return figure, axes
 
 
+FEATURES_INCHES, RANK_INCHES = 1.8, 1.8 * 8 / 128
+"""Of 128 features and of rank 8, to scale: as in the model of `run_0_cpu_x1`."""
+
+
+def matrix(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    """A matrix as a rectangle, as wide as it has inputs and as high as it has outputs."""
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#444"))
+
+
+def square(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+    """A weight matrix of as many outputs as inputs, and what it is."""
+    matrix(axes, x, y, FEATURES_INCHES, FEATURES_INCHES, colour)
+    axes.text(x + FEATURES_INCHES / 2, y + FEATURES_INCHES / 2, text, ha="center", va="center", fontsize=9)
+
+
+def adapter(axes: Axes, x: float, y: float, b_x: float) -> None:
+    """A and B beside each other, and the way from one to the other."""
+    middle = y + FEATURES_INCHES / 2
+    matrix(axes, x, middle - RANK_INCHES / 2, FEATURES_INCHES, RANK_INCHES, TRAINED)
+    axes.text(x + FEATURES_INCHES / 2, middle - 0.28, "A: r x inputs", ha="center", fontsize=9)
+    matrix(axes, b_x, y, RANK_INCHES, FEATURES_INCHES, TRAINED)
+    axes.text(b_x + 0.22, y + 0.05, "B: outputs x r,\nstarts at 0", fontsize=9)
+    arrow(axes, (x + FEATURES_INCHES + 0.05, middle), (b_x - 0.05, middle))
+
+
 def draw_lora() -> plt.Figure:
-    """One linear layer with its adapter."""
-    figure, axes = blank(7, 3.2)
-    box(axes, 0.2, 1.3, 1.0, 0.6, "input x", DATA)
-    box(axes, 2.2, 1.9, 2.4, 1.0, "weight W\nfrozen", FROZEN)
-    box(axes, 2.2, 0.3, 0.9, 0.9, "A\nr rows", TRAINED)
-    box(axes, 3.7, 0.3, 0.9, 0.9, "B\nr columns,\nstarts at 0", TRAINED)
-    box(axes, 5.7, 1.3, 1.1, 0.6, "Wx + s·BAx", DATA)
-    for start, end in (((1.25, 1.75), (2.15, 2.3)), ((1.25, 1.45), (2.15, 0.8)), ((3.15, 0.75), (3.65, 0.75)),
-                       ((4.65, 2.3), (5.65, 1.75)), ((4.65, 0.8), (5.65, 1.45))):  # fmt: skip
+    """One linear layer with its adapter, to scale."""
+    figure, axes = blank(7.6, 4.3)
+    box(axes, 0.1, 1.9, 0.9, 0.6, "input x", DATA)
+    square(axes, 2.0, 2.4, "W, frozen:\noutputs x inputs", FROZEN)
+    adapter(axes, 2.0, 0.1, b_x=4.6)
+    box(axes, 6.2, 1.9, 1.2, 0.6, "Wx + s·BAx", DATA)
+    for start, end in (((1.05, 2.35), (1.95, 3.2)), ((1.05, 2.05), (1.95, 1.05)), ((3.85, 3.2), (6.15, 2.35)),
+                       ((4.75, 1.15), (6.15, 2.05))):  # fmt: skip
         arrow(axes, start, end)
-    axes.text(5.2, 0.75, "s = alpha / √r", fontsize=9)
+    axes.text(6.8, 1.6, "s = alpha / √r", ha="center", fontsize=9)
     return figure
 
 
@@ -67,59 +91,62 @@ def draw_ddp() -> plt.Figure:
 
 
 def draw_qlora() -> plt.Figure:
-    """One linear layer whose frozen weight is stored in 4 bits, with its adapter."""
-    figure, axes = blank(9.6, 3.6)
-    box(axes, 0.2, 1.5, 1.0, 0.6, "input x", DATA)
-    box(axes, 2.2, 2.3, 2.2, 1.0, "weight W, frozen:\n4-bit numbers, and\na scale per 64 of them", FROZEN)
-    box(axes, 5.2, 2.3, 1.9, 1.0, "W' in 16 or 32 bits\nwhile it is used", PLAIN)
-    box(axes, 3.0, 0.3, 0.9, 0.9, "A\nr rows", TRAINED)
-    box(axes, 5.4, 0.3, 0.9, 0.9, "B\nr columns,\nstarts at 0", TRAINED)
-    box(axes, 8.2, 1.5, 1.2, 0.6, "W'x + s·BAx", DATA)
-    arrows = (((4.45, 2.8), (5.15, 2.8)), ((1.25, 1.8), (5.15, 2.32)), ((1.25, 1.6), (2.95, 0.8)),
-              ((3.95, 0.75), (5.35, 0.75)), ((7.15, 2.6), (8.15, 1.95)), ((6.35, 0.8), (8.15, 1.65)))  # fmt: skip
-    for start, end in arrows:
+    """One linear layer whose frozen weight is stored in 4 bits, with its adapter, to scale."""
+    figure, axes = blank(9.4, 4.3)
+    box(axes, 0.1, 1.9, 0.9, 0.6, "input x", DATA)
+    square(axes, 2.0, 2.4, "W, frozen:\n4-bit numbers, and\na scale per 64\nof them", FROZEN)
+    square(axes, 4.9, 2.4, "W', in 16 or 32 bits\nwhile it is used", PLAIN)
+    adapter(axes, 2.0, 0.1, b_x=5.7)
+    box(axes, 8.0, 1.9, 1.2, 0.6, "W'x + s·BAx", DATA)
+    for start, end in (((3.85, 3.3), (4.85, 3.3)), ((1.05, 2.2), (4.85, 2.38)), ((1.05, 2.0), (1.95, 1.05)),
+                       ((6.75, 3.2), (7.95, 2.35)), ((5.85, 1.15), (7.95, 2.05))):  # fmt: skip
         arrow(axes, start, end)
-    axes.text(4.8, 2.95, "level x scale", ha="center", fontsize=8)
-    axes.text(6.6, 0.55, "s = alpha / √r; A and B in fp32", fontsize=8.5)
+    axes.text(4.35, 3.4, "level x scale", ha="center", fontsize=8)
+    axes.text(8.5, 1.45, "s = alpha / √r;\nA and B in fp32", ha="center", fontsize=9)
     return figure
+
+
+TRAINED_WEIGHT_BYTES = {
+    "pure bf16": {"weight": 2, "gradient": 2, "momentum": 2, "variance": 2},
+    "bf16-mixed": {"weight": 4, "bf16 copy": 2, "gradient": 4, "momentum": 4, "variance": 4},
+    "fp32": {"weight": 4, "gradient": 4, "momentum": 4, "variance": 4},
+}
 
 
 def draw_full() -> plt.Figure:
     """What one trained weight keeps, in bytes, by precision."""
-    figure, axes = blank(7.6, 3.2)
-    parts = ("weight", "copy for\nproducts", "gradient", "momentum", "variance")
-    rows = (("pure bf16", (2, 0, 2, 2, 2)), ("bf16-mixed", (4, 2, 4, 4, 4)), ("fp32", (4, 0, 4, 4, 4)))
-    for number, (name, sizes) in enumerate(rows):
-        y, x = 2.2 - number * 1.0, 1.2
-        axes.text(0.05, y + 0.3, name, fontsize=9, va="center", fontweight="bold")
-        for part, size in zip(parts, sizes, strict=True):
-            if size:
-                box(axes, x, y, size * 0.33 - 0.06, 0.62, f"{part}\n{size} B" if size > 2 else f"{size} B",
-                    DATA if part == "weight" else PLAIN if part.startswith("copy") else TRAINED)  # fmt: skip
-                x += size * 0.33 + 0.06
-        axes.text(x + 0.05, y + 0.3, f"{sum(sizes)} bytes", fontsize=9, va="center")
+    figure, axes = blank(9.4, 2.9)
+    colours, byte_inches = {"weight": DATA, "bf16 copy": PLAIN}, 0.39
+    for number, (precision, parts) in enumerate(TRAINED_WEIGHT_BYTES.items()):
+        x, y = 1.2, 2.1 - number * 1.0
+        axes.text(0.05, y + 0.35, precision, fontsize=10, va="center", fontweight="bold")
+        for part, size in parts.items():
+            width = size * byte_inches
+            axes.add_patch(Rectangle((x, y), width, 0.7, facecolor=colours.get(part, TRAINED), edgecolor="#444"))
+            axes.text(x + width / 2, y + 0.35, f"{part}\n{size} B", ha="center", va="center", fontsize=9)
+            x += width
+        axes.text(x + 0.1, y + 0.35, f"{sum(parts.values())} bytes", fontsize=10, va="center")
     return figure
 
 
 def draw_mp() -> plt.Figure:
     """Layers of one model on two GPUs, which work one after the other."""
-    figure, axes = blank(7.6, 3.6)
+    figure, axes = blank(8.0, 3.6)
     for x, gpu, names in (
-        (0.3, 0, ("embeddings", "layers 1 to 16")),
-        (4.1, 1, ("layers 17 to 28", "norm, head, logits")),
+        (0.2, 0, ("embeddings", "layers 1 to 14")),
+        (4.6, 1, ("layers 15 to 28", "norm, head, logits")),
     ):
-        box(axes, x, 0.9, 3.2, 2.1, "", PLAIN)
+        box(axes, x, 0.8, 3.2, 2.2, "", PLAIN)
         axes.text(x + 0.1, 2.78, f"GPU {gpu}", fontsize=9, fontweight="bold")
         for row, name in enumerate(names):
-            box(axes, x + 0.4, 2.0 - row * 0.85, 2.4, 0.6, name, TRAINED if "layers" in name else FROZEN)
-    arrow(axes, (3.6, 2.3), (4.0, 2.3))
-    arrow(axes, (4.0, 1.3), (3.6, 1.3))
-    axes.text(3.8, 2.45, "hidden\nstates", ha="center", fontsize=7.5)
-    axes.text(3.8, 0.95, "their\ngradients", ha="center", fontsize=7.5)
-    axes.text(3.8, 0.4, "one batch at a time: while one GPU works, the other waits", ha="center", fontsize=9)
-    axes.text(
-        3.8, 3.25, "weights, gradients and optimizer states of a layer are where the layer is", ha="center", fontsize=9
-    )
+            box(axes, x + 0.4, 1.95 - row * 0.9, 2.4, 0.6, name, TRAINED if "layers" in name else FROZEN)
+    arrow(axes, (3.5, 2.25), (4.5, 2.25))
+    arrow(axes, (4.5, 1.35), (3.5, 1.35))
+    axes.text(4.0, 2.35, "hidden\nstates", ha="center", fontsize=9)
+    axes.text(4.0, 0.95, "their\ngradients", ha="center", fontsize=9)
+    axes.text(4.0, 0.35, "one batch at a time: while one GPU works, the other waits", ha="center", fontsize=9)
+    axes.text(4.0, 3.25, "weights, gradients and optimizer states of a layer are where the layer is", ha="center",
+              fontsize=9)  # fmt: skip
     return figure
 
 

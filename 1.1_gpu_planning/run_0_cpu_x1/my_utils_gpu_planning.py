@@ -266,8 +266,9 @@ def plot_parts(parts: pd.DataFrame, label: str, capacity: float | None = None, d
     parts = parts.loc[::-1, (parts.abs() > 1e-9).any()]
     parts.plot.barh(stacked=True, ax=axes, width=0.75, color=COLORS)
     totals = parts.sum(axis="columns")
-    axes.bar_label(axes.containers[-1], [f" {total:.{digits}f}" for total in totals])
-    axes.set(xlabel=label, ylabel="", xlim=(0, 1.12 * max(totals.max(), capacity or 0)))
+    on_white = {"facecolor": "white", "edgecolor": "none", "pad": 0}  # the GPU's line may go through a sum
+    axes.bar_label(axes.containers[-1], [f"{total:.{digits}f}" for total in totals], padding=3, bbox=on_white)
+    axes.set(xlabel=label, ylabel="", xlim=(0, 1.18 * max(totals.max(), capacity or 0)))
     if capacity is not None:
         axes.axvline(capacity, color="black", linestyle="--", label=f"the GPU: {capacity:.1f} GiB")
     axes.legend(**BESIDE)
@@ -292,7 +293,8 @@ def plot_largest_batches(batches: pd.DataFrame, title: str) -> Figure:
     batches[list(WORDS.values())].astype(float).set_axis(names).plot.barh(ax=axes, width=0.8, logx=True)
     for bars in axes.containers:
         axes.bar_label(bars, fmt="%g", padding=2, fontsize=7)
-    axes.set(xlabel="rows that fit (0: none)", ylabel="", title=title, xlim=(0.8, None))
+    most = batches[list(WORDS.values())].max(axis=None)
+    axes.set(xlabel="rows that fit (0: none)", ylabel="", title=title, xlim=(0.8, 1.6 * most))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
     return figure

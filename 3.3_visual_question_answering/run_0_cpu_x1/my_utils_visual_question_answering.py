@@ -17,8 +17,8 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.samples import predictions
 from common.training.loop import TrainingLoop
 
-COLUMNS, WIDTH_INCHES = 4, 12
-CHARACTERS = 48  # of a line above a picture
+COLUMNS, WIDTH_INCHES = 4, 10
+CHARACTERS = 34  # of a line above a picture
 SAID = ("right", "before", "after", "with another picture")
 HIT, MISS = "black", "firebrick"
 
@@ -78,7 +78,7 @@ def _other_pictures(numbers: Iterable[int], data: Splits) -> list[int]:
 def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
     """Draw what `gallery_rows` returns, misses in red, and write it into the results folder."""
     figure, axes = plt.subplots(-(-len(seen) // COLUMNS), COLUMNS, squeeze=False)
-    figure.set_size_inches(WIDTH_INCHES, 4 * len(axes))
+    figure.set_size_inches(WIDTH_INCHES, 3.9 * len(axes))
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, row in zip(axes.flat, seen, strict=False):
@@ -86,7 +86,7 @@ def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
         lines = [row["question"], *(f"{name}: {row[name]}" for name in SAID if name in row)]
         title = "\n".join(fill(line, CHARACTERS) for line in lines)
         colour = HIT if row["is_hit"] else MISS
-        axis.set_title(title, fontsize=7, loc="left", color=colour, parse_math=False)  # a `$` is a dollar
+        axis.set_title(title, fontsize=8, loc="left", color=colour, parse_math=False)  # a `$` is a dollar
     figure.tight_layout()
     figure.savefig(folder / "gallery.png", dpi=100)
     return figure

@@ -42,12 +42,16 @@ def draw_log_probs(log: RunRecorder, before: PreferenceEvaluation, after: Prefer
     """Draw how likely both given answers were before and are after, and write it into the results folder; on rank 0."""
     if not log.rank.is_main:
         return None
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
-    for axis, evaluation, when in zip(axes, (before, after), ("before", "after"), strict=True):
-        chosen, rejected = zip(*evaluation.log_probs, strict=True)
-        axis.scatter(rejected, chosen, s=8, alpha=0.6)
-        axis.axline((0, 0), slope=1, color="grey", linewidth=0.8)
-        axis.set(title=f"{when} tuning", xlabel="log-probability of the rejected answer")
-    axes[0].set_ylabel("log-probability of the chosen answer")
+    evaluations = {"before tuning": before, "after tuning": after}
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
+    for number, (axis, answer) in enumerate(zip(axes, ("chosen", "rejected"), strict=True)):
+        values = {when: [pair[number] for pair in each.log_probs] for when, each in evaluations.items()}
+        lowest, highest = min(map(min, values.values())), max(map(max, values.values()))
+        for when, each in values.items():
+            axis.hist(each, bins=30, range=(lowest, highest), alpha=0.6, label=when)
+        axis.set(title=f"{answer} answers", xlabel="log-probability (nats)")
+        axis.locator_params(axis="x", nbins=5)
+    axes[0].set_ylabel("test pairs")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     figure.savefig(log.folder / "log_probs.png", dpi=100)
     return figure

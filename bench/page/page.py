@@ -46,7 +46,7 @@ MOST_BYTES_WITHIN = 2_000_000
 DETAILS_FOLDER = "results_details"
 PLACE = re.compile("@@([A-Z]+)@@")
 POINT_SIZE, HEIGHT = 90, 300
-COSTS = {"minutes": "Training (minutes)", "peak_gib": "Tensors in training (GiB)"}
+COSTS = {"minutes": "Training (minutes)", "peak_mib": "Tensors in training (MiB)"}
 # What the page calls its data: a row for each run, each loss of a chosen run, each planned and measured peak
 RUNS, LOSSES, MEMORY = (alt.NamedData(name=name) for name in ("runs", "losses", "memory"))
 
@@ -160,7 +160,7 @@ def charts(runs: list[Values], memory: list[Values]) -> dict[str, Any]:
     """Return each chart's Vega-Lite specification by its place on the page; `memory`: of `memory_points`."""
     by_place = {
         "quality-time": quality_against(runs, "minutes"),
-        "quality-memory": quality_against(runs, "peak_gib"),
+        "quality-memory": quality_against(runs, "peak_mib"),
         "losses": loss_curves(),
         "memory": planned_against_measured(memory),
     }
@@ -186,7 +186,7 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
             y=alt.Y("quality:Q", title="Quality after training", scale=alt.Scale(zero=False)),
             color=alt.Color("technique:N", title=None, legend=alt.Legend(orient="top")),
             shape=alt.Shape("parallel:N", title=None, legend=alt.Legend(orient="top", columns=4)),
-            tooltip=[alt.Tooltip(f"{key}:N") for key in ("run", "metric", "quality", "minutes", "peak_gib", "device")],
+            tooltip=[alt.Tooltip(f"{key}:N") for key in ("run", "metric", "quality", "minutes", "peak_mib", "device")],
         )
         .transform_filter(in_group)
         .transform_filter(f"datum.{cost} > 0 && datum.quality !== null && !datum.is_trial")  # as `comparable`
@@ -200,27 +200,23 @@ def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     return (front + dots).add_params(group)
 
 
-def loss_curves() -> alt.Chart:
+def loss_curves() -> alt.LayerChart:
     """Return the losses of the chosen runs, laid over each other."""
-    return (
-        alt.Chart(LOSSES)
-        .mark_line(point=alt.OverlayMarkDef(size=20))
-        .encode(
-            x=alt.X("step:Q", title="Optimizer step"),
-            y=alt.Y("loss:Q", title="Loss", scale=alt.Scale(type="log")),
-            color=alt.Color("run:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=400)),
-            strokeDash=alt.StrokeDash(
-                "loss of:N", title=None, legend=alt.Legend(orient="top", symbolType="stroke", symbolStrokeColor="#333")
-            ),
-            tooltip=["run:N", "loss of:N", "step:Q", "loss:Q"],
-        )
+    curves = alt.Chart(LOSSES).encode(
+        x=alt.X("step:Q", title="Optimizer step"),
+        y=alt.Y("loss:Q", title="Loss", scale=alt.Scale(type="log")),
+        color=alt.Color("run:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=400)),
+        tooltip=["run:N", "loss of:N", "step:Q", "loss:Q"],
     )
+    legend = alt.Legend(orient="top", symbolType="stroke", symbolStrokeColor="#333", symbolSize=400)
+    lines = curves.mark_line().encode(strokeDash=alt.StrokeDash("loss of:N", title=None, legend=legend))
+    return lines + curves.mark_point(filled=True, size=20)  # a point of the line itself would hide the legend's strokes
 
 
 def planned_against_measured(points: list[Values]) -> alt.LayerChart:
     """Return each phase of each device by its planned and measured peak, with the line where both are the same."""
-    every_gib = [point[name] for point in points for name in ("planned", "measured")] or [1.0]
-    domain = [min(every_gib), max(every_gib)]
+    every_mib = [point[name] for point in points for name in ("planned", "measured")] or [1.0]
+    domain = [min(every_mib), max(every_mib)]
     ends = [{"planned": end, "measured": end} for end in domain]
     scale = alt.Scale(type="log", domain=domain)
     line = alt.Chart(alt.Data(values=ends)).mark_line(color="gray", strokeDash=[4, 3])
@@ -233,6 +229,6 @@ def planned_against_measured(points: list[Values]) -> alt.LayerChart:
         )
     )
     return (line + dots).encode(
-        x=alt.X("planned:Q", title="Planned (GiB)", scale=scale),
-        y=alt.Y("measured:Q", title="Measured (GiB)", scale=scale),
+        x=alt.X("planned:Q", title="Planned (MiB)", scale=scale),
+        y=alt.Y("measured:Q", title="Measured (MiB)", scale=scale),
     )

@@ -15,8 +15,9 @@ from common.records.store import Record
 from common.reporting.columns import Column, column
 from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, task_of
 
-GIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 4, 4, 5
-LEAST_GIB = 1e-5  # a logarithmic scale has no zero
+MIB_PER_GIB = 2**10
+MIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 1, 4, 5
+LEAST_MIB = 0.01  # a logarithmic scale has no zero
 MOST_POINTS = 500  # of a curve: a chart has hardly more columns
 PLACES_PER_E_FOLD = 50  # places that the chart of memory tells apart: two pixels each, and a point is seven wide
 # The settings of a run that asks for nothing, as they are shown
@@ -46,10 +47,10 @@ def _quality(record: Record, when: str) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
-def _tensors_gib(record: Record) -> float | None:
+def _tensors_mib(record: Record) -> float | None:
     """Return what tensors took in training on the fullest device; on a CPU the process's memory is mostly Python."""
     peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING, 0) for entry in record["memory"]]
-    return round(max(peaks), GIB_DIGITS) if any(peaks) else None
+    return round(MIB_PER_GIB * max(peaks), MIB_DIGITS) if any(peaks) else None
 
 
 # What the page has of a run
@@ -67,7 +68,7 @@ VALUES = {
     "seed": column("seed"),
     "minutes": Column("Training (min)", lambda record: round(record["train_time_s"] / 60, 2)),
     "tokens_per_s": Column("Tokens/s", lambda record: round(record["tokens_per_s"])),
-    "peak_gib": Column("Tensors (GiB)", _tensors_gib),
+    "peak_mib": Column("Tensors (MiB)", _tensors_mib),
     "metric": Column("Quality is", lambda record: _metric(record).label),
     "before": Column("Before", partial(_quality, when="before")),
     "quality": Column("After", partial(_quality, when="after")),
@@ -85,11 +86,11 @@ VALUES = {
         "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
     ),
 }
-NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality", "rows_per_step", "seed")
+NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_mib", "before", "quality", "rows_per_step", "seed")
 # Of the page's table; those of numbers stand right, and are sorted as such
 COLUMNS = [
     {"key": key, "title": VALUES[key].title, "is_number": key in NUMBERS}
-    for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_gib", "before", "quality",
+    for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_mib", "before", "quality",
                 "metric", "model", "data", "precision", "rows_per_step", "seed")
 ]  # fmt: skip
 
@@ -144,8 +145,8 @@ def memory_points(peaks: Iterable[Compared]) -> list[Values]:
     """Return the points of the chart of planned and measured memory; those that would cover each other are one."""
     points: dict[tuple[object, ...], Values] = {}
     for run, *pair, phase in peaks:
-        planned, measured = (max(round(gib, GIB_DIGITS + 1), LEAST_GIB) for gib in pair)
-        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(gib)) for gib in (planned, measured)))
+        planned, measured = (max(round(MIB_PER_GIB * gib, MIB_DIGITS + 1), LEAST_MIB) for gib in pair)
+        place = (phase, *(round(PLACES_PER_E_FOLD * math.log(mib)) for mib in (planned, measured)))
         new = {"run": run, "phase": phase, "planned": planned, "measured": measured, "peaks": 0}
         points.setdefault(place, new)["peaks"] += 1
     return list(points.values())

@@ -25,7 +25,7 @@ from common.checks.fake_steps import WHOLE, fake_step
 from common.checks.folder_runs import folder_parser, run_of_folder
 from common.checks.inputs import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, MIB
 from common.models.families import suited_to_model
 from common.models.loading import any_shape_config
 from common.models.placement import place_stages
@@ -60,7 +60,7 @@ class DryRun:
     @property
     def peak_gib(self) -> float:
         """The peak of allocated memory, in GiB."""
-        return _gib(self.peak)
+        return sum(self.peak.values()) / GIB
 
     def phases(self) -> dict[str, tuple[str, Bytes]]:
         """Return the highest segment of each phase and its parts: loaded, forward, backward, optimizer step."""
@@ -68,11 +68,7 @@ class DryRun:
 
     def _highest(self, phase: str = "") -> tuple[str, Bytes]:
         segments = [(segment, parts) for segment, parts in self.timeline.items() if segment.startswith(phase)]
-        return max(segments, key=lambda segment: _gib(segment[1]))
-
-
-def _gib(parts: Bytes) -> float:
-    return sum(parts.values()) / GIB
+        return max(segments, key=lambda segment: sum(segment[1].values()))
 
 
 def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun:
@@ -173,7 +169,7 @@ def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
-    """Return the dry run's phases and parts in GiB, for a terminal; of a divided model for each device."""
+    """Return the dry run's phases and parts, for a terminal; of a divided model for each device."""
     batch = batch.padded_to(run.pad_to_multiple_of)
     logits = f"logits of {batch.classes} classes" if batch.classes else f"logits at {batch.labelled} positions"
     summaries = f" with summaries of {batch.target_length}" if batch.target_length else ""
@@ -201,14 +197,19 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
 
 def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
     on_top = "a GPU's own context and gaps between blocks" if is_gpu else "the process's own memory and what it keeps"
+    unit, size = ("GiB", GIB) if device.peak_gib >= 1 else ("MiB", MIB)
     rows = [
-        [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_gib(parts):.3f}"]
+        [phase, segment.partition(": ")[2], *(f"{n / size:.3f}" for n in (*map(parts.get, PARTS), sum(parts.values())))]
         for phase, (segment, parts) in device.phases().items()
     ]
-    table = tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
+    table = tabulate(rows, ["phase", "highest in", *PARTS, unit], tablefmt="rounded_outline", disable_numparse=True,
                      colalign=("left", "left", *["right"] * (len(PARTS) + 1)))  # fmt: skip
-    peak = f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}"
+    peak = f"peak of allocated memory: {_sized(device.peak_gib)} per device, in {device.peak_segment}"
     return [table, f"{peak}; {on_top} come on top"]
+
+
+def _sized(gib: float) -> str:
+    return f"{gib:.3f} GiB" if gib >= 1 else f"{2**10 * gib:.3f} MiB"
 
 
 def verdict(plan: Plan, number: int) -> str:
@@ -216,7 +217,7 @@ def verdict(plan: Plan, number: int) -> str:
     memory, gpu = plan.devices[number], plan.cluster.gpus[number]
     fits = {"yes": "fits", "tight": "tight", "no": "does not fit"}[memory.verdict_on(gpu)]
     return (
-        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
+        f"closed form: {_sized(memory.allocated_gib)}, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
         f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
     )
 

@@ -1,9 +1,8 @@
-"""Records to pictures: losses, scores, memory, passes of a pipeline, accuracy and cost."""
+"""Records to pictures: losses, memory, passes of a pipeline, accuracy and cost."""
 
 import math
 from collections.abc import Sequence
-from itertools import cycle
-from pathlib import Path
+from itertools import chain, cycle
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -82,28 +81,25 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
     return "", "", []
 
 
-def plot_scores(results_folder: Path) -> Figure:
-    """Plot each test question's similarity score, sorted, before (in a run with a baseline) and after."""
-    files = {when: results_folder / f"predictions_{when}.csv" for when in ("before", "after")}
-    scores = {when: pd.read_csv(file)["similarity_score"] for when, file in files.items() if file.exists()}
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.plot(pd.DataFrame(scores).sort_values(next(iter(scores))).to_numpy(), ".", label=list(scores))
-    axes.set(xlabel="test question", ylabel="similarity score\n(a distance: lower is better)")
-    axes.legend()
-    return figure
-
-
 def plot_memory(record: Record) -> Figure:
-    """Plot each device's peak memory beside what it has, in GiB: allocated and reserved on a GPU, resident on CPU."""
-    memory = pd.DataFrame(record["memory"])
-    names = [f"rank {rank}: {device}" for rank, device in zip(memory["rank"], memory["device"], strict=True)]
-    on_gpu = record["config"]["device"] == "cuda"
-    figure, axes = plt.subplots(figsize=(7, 1.2 + 0.5 * len(names)), layout="constrained")
-    for column in ("total_gib", *(("peak_reserved_gib", "peak_allocated_gib") if on_gpu else ("peak_rss_gib",))):
-        axes.barh(names, memory[column], label=column.removesuffix("_gib").replace("_", " "))
-    axes.set(xlabel="GiB", title=record["run_name"], xscale="linear" if on_gpu else "log")
-    axes.invert_yaxis()
-    axes.legend()
+    """Plot each device's peak in each phase, planned beside measured: what is allocated on a GPU, tensors on a CPU."""
+    devices = record["memory"]
+    figure, panels = plt.subplots(
+        1, len(devices), sharey=True, squeeze=False, figsize=(4.5 + 2.5 * len(devices), 3.6), layout="constrained"
+    )
+    both = [entry[f"{kind}_gib_by_phase"] for entry in devices for kind in ("planned", "peak")]
+    measured_gib = [gib for by_phase in both[1::2] for gib in by_phase.values()]
+    unit, per_gib = ("GiB", 1) if max(measured_gib) >= 1 else ("MiB", 2**10)
+    for axes, entry in zip(panels[0], devices, strict=True):
+        kinds = {"planned": entry["planned_gib_by_phase"], "measured": entry["peak_gib_by_phase"]}
+        peaks = per_gib * pd.DataFrame(kinds, dict.fromkeys(chain(*both)), dtype=float)
+        peaks.plot.barh(ax=axes, width=0.8, legend=False, xlabel=f"peak of allocated tensors ({unit})")
+        for bars in axes.containers:
+            axes.bar_label(bars, fmt=lambda peak: f" {peak:.3g}" if peak else "", fontsize=8)
+        axes.set(title=f"rank {entry['rank']}: {entry['device']}, {entry['total_gib']:.1f} GiB")
+        axes.margins(x=0.15)
+    panels[0, 0].invert_yaxis()
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 
@@ -135,7 +131,8 @@ def plot_placement(table: pd.DataFrame) -> Figure:
     """Plot each device's peak by device map, from `placement_table`: the fullest device decides the batch size."""
     peaks = table.set_index("Device map")["Peak per device (GiB)"].str.split(" / ", expand=True).astype(float)
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-    peaks.T.plot.bar(ax=axes, rot=0, xlabel="device", ylabel="peak in training (GiB), projected").legend()
+    peaks.T.plot.bar(ax=axes, rot=0, xlabel="device", ylabel="peak in training\n(GiB, projected)", legend=False)
+    figure.legend(loc="outside upper center", ncols=len(peaks), title="device map")
     return figure
 
 

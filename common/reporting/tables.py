@@ -62,9 +62,9 @@ SIDE_BY_SIDE = (
         missing=None,
     ),
     Column(
-        "weights of the base, in 4 bits / not (GiB)",
+        "weights of the base, in 4 bits / not (MiB)",
         "quantization",
-        lambda stored: f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}",
+        lambda stored: f"{2**10 * stored['weights_gib']:,.2f} / {2**10 * stored['unquantized_gib']:,.2f}",
         none=None,
         missing=None,
     ),

@@ -77,10 +77,10 @@ PICTURES = {
     "classification": {"accuracy.png", "confusion.png", "memory.png"},
     "visual": {"losses.png", "memory.png", "gallery.png"},
     "preference": {"losses.png", "memory.png", "log_probs.png"},
-    "pp": {"losses.png", "scores.png", "memory.png", "timeline.png"},
-    "qlora": {"losses.png", "scores.png", "memory.png", "levels.png"},
-    "fsdp": {"losses.png", "scores.png", "memory.png", "held.png"},
-    "finetuning": {"losses.png", "scores.png", "memory.png"},
+    "pp": {"losses.png", "memory.png", "timeline.png"},
+    "qlora": {"losses.png", "memory.png", "levels.png"},
+    "fsdp": {"losses.png", "memory.png", "held.png"},
+    "finetuning": {"losses.png", "memory.png"},
 }
 """By the first such word of its name, what a notebook draws."""
 

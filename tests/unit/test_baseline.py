@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.compare import json_of, labels_of, parts_of, text_of
 from common.records.store import Record
-from common.reporting.plots import plot_curves, plot_scores
+from common.reporting.plots import plot_curves
 from common.reporting.rows import STRONG, baseline_of, task_of
 from common.reporting.tables import side_by_side
 from common.reporting.tasks import PICTURES, SUMMARIZATION
@@ -112,14 +112,11 @@ def test_the_card_has_the_scores_after_alone(records: list[Record]) -> None:
     assert len(found.splitlines()) == len(whole.splitlines())
 
 
-def test_samples_and_scores_are_those_after_alone(tmp_path: Path) -> None:
+def test_samples_are_those_after_alone(tmp_path: Path) -> None:
     lines = ["question,reference,answer,similarity_score", "Who?,Ada,Eve,0.5", "When?,1843,1900,0.25"]
     (tmp_path / "predictions_after.csv").write_text("\n".join(lines))
     assert list(before_and_after(tmp_path).columns) == ["question", "expected", "after"]
     assert samples(tmp_path).splitlines()[:3] == ["question: Who?", "expected: Ada", "   after: Eve"]
-    (axes,) = plot_scores(tmp_path).axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [[0.25, 0.5]]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["after"]
 
 
 def test_pairs_need_what_the_base_finds_of_them() -> None:

@@ -302,7 +302,7 @@ LABELLER = "assets/embedded_labeller, fp32, single: 16 rows of 64 tokens"
 @pytest.mark.parametrize(
     ("folder", "technique", "said", "tolerance"),
     [
-        ("3.3_visual_question_answering", "lora", "rows of 64 tokens with pictures in 1 squares", {"abs": 0.0025}),
+        ("3.3_visual_question_answering", "lora", "rows of 64 tokens with pictures in 1 squares", {"abs": 2.5}),
         ("3.4_preference_tuning", "full", f"full of {LABELLER}", {"rel": 0.02}),
         ("3.4_preference_tuning", "lora", f"lora of {LABELLER}", {"rel": 0.02}),
     ],
@@ -312,7 +312,7 @@ def test_a_dry_run_of_pictures_or_pairs_agrees_with_the_closed_form(
 ) -> None:
     out = dry_run_says(f"{folder}/run_0_cpu_x1", "--technique", technique, "--seq-len", "64")
     assert said in out
-    dry, closed = (float(re.search(rf"{line} (\d+\.\d+) GiB", out)[1]) for line in ("memory:", "closed form:"))
+    dry, closed = (float(re.search(rf"{line} (\d+\.\d+) MiB", out)[1]) for line in ("memory:", "closed form:"))
     assert closed == pytest.approx(dry, **tolerance)
 
 
@@ -542,8 +542,9 @@ def test_a_run_folder_s_dry_run(tmp_path: Path) -> None:
     exit_code = run_forked(command, REPOSITORY, os.environ, log, timeout=300)
     said = log.read_text()
     assert exit_code == 0, said
-    for each in ("8 rows of 39 tokens", "peak of allocated memory: 0.0", "on CPU, 1 thread: fits"):
+    for each in ("8 rows of 39 tokens", "on CPU, 1 thread: fits"):
         assert each in said
+    assert 5 < float(re.search(r"peak of allocated memory: (\d+\.\d+) MiB", said)[1]) < 50
 
 
 def test_a_pipeline_s_dry_run_tells_each_device(dry_run_says: SayDryRun) -> None:
@@ -552,7 +553,7 @@ def test_a_pipeline_s_dry_run_tells_each_device(dry_run_says: SayDryRun) -> None
         "pp (1f1b, 8 micro-batches): 64 rows of 39 tokens": 1,
         "device 0: 2 layers, embeddings": 1,
         "device 1: 2 layers, head": 1,
-        "peak of allocated memory: 0.0": 2,
+        " MiB per device, in ": 2,
         "on CPU, 1 thread: fits": 2,
     }
     assert {each: said.count(each) for each in counts} == counts

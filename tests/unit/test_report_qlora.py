@@ -31,5 +31,5 @@ def test_a_run_beside_others_shows_what_it_stores(qlora: Record) -> None:
     qlora["quality"]["after_original_base"]["facts_said_share"] = 0.25
     qlora["quantization"] |= {"weights_gib": 0.001, "unquantized_gib": 0.004}
     table = side_by_side([qlora])
-    assert table.loc["weights of the base, in 4 bits / not (GiB)"].item() == "0.001 / 0.004"
+    assert table.loc["weights of the base, in 4 bits / not (MiB)"].item() == "1.02 / 4.10"
     assert table.loc["fact recall, merged into the original base"].item() == "25%"
