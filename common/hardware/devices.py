@@ -5,6 +5,7 @@ Only `read_memory` of a GPU starts CUDA.
 
 import ctypes
 import difflib
+import math
 import os
 import platform
 import re
@@ -32,6 +33,11 @@ def size_text(byte_count: float) -> str:
     """Return bytes for a reader, such as `14.2 GiB` or `4.0 MiB`."""
     gib = byte_count / GIB
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{byte_count / MIB:.1f} MiB"
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration for a reader, such as `53.6 s` or `12 ms`."""
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{math.ceil(seconds * 1e3)} ms"
 
 
 def device_name(kind: str, local_rank: int) -> str:

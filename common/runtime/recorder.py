@@ -97,7 +97,7 @@ class RunRecorder:
             raise
         self.phases_s[name] = time.perf_counter() - start_s
         if self.rank.is_main:
-            print(f"{name}: {self.phases_s[name]:.1f} s")
+            print(f"{name}: {devices.time_text(self.phases_s[name])}")
 
     def _failed(self, error: BaseException, phase: str) -> None:
         """Keep how this rank ended, but not over what went wrong first; a run that refuses its input leaves nothing."""

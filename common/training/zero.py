@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from common.base.command_line import silent_if_well
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.divided import load_rows, mesh_of
@@ -72,7 +73,8 @@ def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) 
     import deepspeed  # here: runs without ZeRO need none
 
     config = deepspeed_config(run, model.config.hidden_size)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    with silent_if_well():  # each rank would print that an operator was built
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
@@ -205,7 +207,8 @@ def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
         for module, name in places:
             module._parameters[name] = weight
         if partitioned is None:
-            deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
+            with silent_if_well():
+                deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
             partitioned = weight
         else:  # as it does with adapters itself: to read the settings again takes longer
             partitioned.convert_to_zero_parameters(param_list=[weight])
