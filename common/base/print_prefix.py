@@ -5,7 +5,6 @@ import io
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -40,10 +39,10 @@ def prefixed_print(prefix: str, original: Print, is_quiet: bool = False) -> Prin
             return
         plain = io.StringIO()
         original(*objects, sep=sep, end=end, file=plain)
-        said = plain.getvalue()
+        said = without_secrets(plain.getvalue()).splitlines(keepends=True)
         if is_quiet and target is sys.stdout:
-            said = "".join(line for line in said.splitlines(keepends=True) if line.startswith("WARNING"))
-        lines = textwrap.indent(without_secrets(said), f"{prefix} ", lambda line: True)
+            said = [line for line in said if line.startswith("WARNING")]
+        lines = "".join(f"{prefix} {line}" for line in said)
         if not at_line_start.get(id(target), True):
             lines = lines.removeprefix(f"{prefix} ")
         if lines:

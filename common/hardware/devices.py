@@ -5,7 +5,6 @@ Only `read_memory` of a GPU starts CUDA.
 
 import ctypes
 import difflib
-import math
 import os
 import platform
 import re
@@ -37,7 +36,7 @@ def size_text(byte_count: float) -> str:
 
 def time_text(seconds: float) -> str:
     """Return a duration for a reader, such as `53.6 s` or `12 ms`."""
-    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{math.ceil(seconds * 1e3)} ms"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(seconds * 1e3))} ms"
 
 
 def device_name(kind: str, local_rank: int) -> str:

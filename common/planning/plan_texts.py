@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from common.hardware.devices import Gpu
+from common.hardware.devices import Gpu, time_text
 from common.planning.architectures import StackKind
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
@@ -134,10 +134,8 @@ def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_col
 
 
 def _seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        return time_text(seconds)
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

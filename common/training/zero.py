@@ -68,13 +68,13 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     return model.to(rank.device)  # buffers
 
 
+@silent_if_well()  # each rank would print that DeepSpeed has built an operator
 def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) -> "DeepSpeedEngine":
     """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
     import deepspeed  # here: runs without ZeRO need none
 
     config = deepspeed_config(run, model.config.hidden_size)
-    with silent_if_well():  # each rank would print that an operator was built
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
@@ -194,6 +194,7 @@ class ZeroPart(Part):
             check_part("weights", held.weights_bytes, (part, part))
 
 
+@silent_if_well()
 def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
     """Divide rows of weights, in place, as DeepSpeed's stage 3 does, with one weight whole at a time, on `mesh`.
 
@@ -207,8 +208,7 @@ def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
         for module, name in places:
             module._parameters[name] = weight
         if partitioned is None:
-            with silent_if_well():
-                deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
+            deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
             partitioned = weight
         else:  # as it does with adapters itself: to read the settings again takes longer
             partitioned.convert_to_zero_parameters(param_list=[weight])
