@@ -13,7 +13,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.inert import printable
 from common.base.parsing import OneSentenceParser
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, command_here
 from common.base.run_config import DEFAULTS
 from common.records.store import RECORD_NAME, Record, kept_files, records_in
 from common.reporting.columns import NO_BASELINE, OFF, Column, column
@@ -145,8 +145,8 @@ def _before_and_after(metric: Metric) -> Column:
 def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[Path, Record]:
     """Return the runs that `names` name, in their order, each with the file of its record.
 
-    A name is a results folder, a folder with several, the file of a record, the name of a run or of a run folder on
-    this machine, or a pattern of these; of a run that is not here any more its kept record.
+    A name is a results folder, a folder with several, the file of a record, the name of a run or of a run folder, or a
+    pattern of these. A run's name means those of this machine, and kept records only where it has none.
 
     Raises:
         BadInputError: nothing has such a name, or there are fewer than two runs.
@@ -158,11 +158,13 @@ def found_runs(names: Sequence[str], results_root: Path | None = None) -> dict[P
             found |= dict(records_in(files))
         else:
             chosen = called(list(known().values()), [name])
-            found |= {file: run for file, run in known().items() if run in chosen}
+            found |= {
+                file: run for file, run in known().items() if file.name == RECORD_NAME and run["run_name"] == name
+            } or {file: run for file, run in known().items() if run in chosen}
     if len(found) < 2:
         raise BadInputError(
             f"{len(found)} run is named ({', '.join(names)}), but two or more are compared: name another, or a pattern "
-            "such as 'python-*' (`python -m common.report --results` lists those of this machine)."
+            f"such as 'python-*' (`{command_here('report')} --results` lists those of this machine)."
         )
     return found
 

@@ -13,13 +13,6 @@ from common.planning.device_maps import (
 )
 
 __all__ = [
-    "balanced_shares",
-    "check_device_map",
-    "device_map_of",
-    "device_name",
-    "even_shares",
-    "read_device_map",
-    "shares_of_map",
-    "shares_that_fit",
-    "whole_model_on",
-]
+    "balanced_shares", "check_device_map", "device_map_of", "device_name", "even_shares", "read_device_map",
+    "shares_of_map", "shares_that_fit", "whole_model_on",
+]  # fmt: skip

@@ -3,8 +3,7 @@
 import pandas as pd
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, PrinterCallback
-from trl import SFTConfig, SFTTrainer
+from transformers import PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
@@ -33,6 +32,9 @@ def batch_table(batch: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBa
 
 def train_by_trl(log: Trial) -> None:
     """Train the same adapters with TRL's SFTTrainer, which has the loop inside."""
+    from transformers import PrinterCallback  # here, like TRL: it imports PEFT, which `common` is to come before
+    from trl import SFTConfig, SFTTrainer
+
     model, tokenizer, data = load(log)
     rows = Dataset.from_list(list(tokenized(data, tokenizer, log.run).train))
     config = training_arguments(log.run, log.folder, keeps=False, kind=SFTConfig, max_length=None)

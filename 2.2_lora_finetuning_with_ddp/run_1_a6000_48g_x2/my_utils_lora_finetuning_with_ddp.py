@@ -1,7 +1,5 @@
 """What only DDP needs: the speed-up that this machine allows, and a comparison with the library's own trainer."""
 
-from transformers import PrinterCallback, Trainer, TrainingArguments
-
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.data.splits import tokenized
@@ -25,6 +23,8 @@ def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
 
 def train_by_trainer(log: Trial) -> None:
     """Train with Transformers' Trainer, which puts DDP around the model, and divides rows and loss by itself."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments  # here: PEFT, which `common` is to come before
+
     model, tokenizer, data = load(log)
     of_ddp = {"ddp_find_unused_parameters": False}  # with adapters the Trainer would look for such in every step
     arguments = training_arguments(log.run, log.folder, keeps=False, kind=TrainingArguments, **of_ddp)

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 import torch
 from accelerate.utils import wait_for_everyone
 from matplotlib.figure import Figure
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
@@ -28,6 +28,9 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.answers import whole_row_results
 from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 BLOCK = 64  # weights that share a scale
 ON_ORIGINAL = "merged_into_original"  # folder of the adapter merged into the original base
@@ -75,7 +78,7 @@ def merge_both_ways(log: RunRecorder, loop: TrainingLoop, tokenizer: PreTrainedT
         error = _save_merged(run, folder, tokenizer)
     wait_for_everyone()
     if not has_room:
-        adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
+        adapted = with_adapter(load_base_model(run, device), folder / "adapter")
         return Merged(adapted.get_base_model().eval(), False, differences, {}, error, adapted.disable_adapter)
     tuned = load_base_model(run, device, source=folder / "merged")
     with comparing(tuned, expected, log.memory):
@@ -99,6 +102,13 @@ def validation_loss(model: torch.nn.Module, loop: TrainingLoop, tokenizer: PreTr
     return (sums[0] / sums[1]).item()
 
 
+def with_adapter(base: PreTrainedModel, adapter: Path) -> "PeftModel":
+    """Put a saved adapter on a base."""
+    from peft import PeftModel  # here: `common` is to come before it
+
+    return PeftModel.from_pretrained(base, adapter)
+
+
 def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> float:
     """Merge both ways, save with the tokenizer, and return the relative error of the quantized weights."""
     place = whole_model_on("cpu")
@@ -107,7 +117,7 @@ def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
     error = relative_error(original, plain)
     tokenizer.save_pretrained(folder / "adapter")
     for base, name in ((plain, "merged"), (original, ON_ORIGINAL)):
-        PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
+        with_adapter(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return error
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pandas as pd
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from common.base.run_config import RunConfig
@@ -41,6 +41,8 @@ def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str
 
 def train_by_trainer(log: Trial) -> None:
     """Train with Transformers' Trainer, on a model that Transformers divides among the ranks as it loads."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments  # here: PEFT, which `common` is to come before
+
     tokenizer, data = load_data(log)
     sharded = DistributedConfig(fsdp_size=log.rank.world_size)
     source, dtype = what_to_load(log.run), weight_dtype(log.run)

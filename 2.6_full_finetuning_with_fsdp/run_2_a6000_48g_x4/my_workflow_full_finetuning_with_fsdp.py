@@ -12,7 +12,7 @@ learning rate with the square root of that, (5) checkpoints have a part of every
 one model, (7) the upper bound is measured beside it.
 """
 
-from my_utils_full_finetuning_with_fsdp import held_table, measure_ceiling
+from my_utils_full_finetuning_with_fsdp import measure_ceiling
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
@@ -26,6 +26,7 @@ from common.training.fsdp import load_parts, shard
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
+from common.training.usage import Held
 from common.training.zero import load_for_zero, zero_engine
 
 RUN = RunConfig(
@@ -103,10 +104,10 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
 
 
 def tell_held(loop: TrainingLoop) -> Metrics:
-    """Sum up the training, and print what each rank held."""
+    """Sum up the training, and print what one device would hold, beside what each rank has said."""
     figures = sum_up(loop)
     if loop.rank.is_main and "held" in figures:
-        print(held_table(figures["held"]).to_string())
+        print(f"one device would hold: {Held(**figures['held']['whole'])}")
     return figures
 
 

@@ -56,12 +56,13 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
     """Load tokenizer and rows, and print how many texts are too long, and how the rows are divided."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
-        if log.rank.is_main:
-            sizes = f"{len(data.train):,} training, {len(data.validation):,} validation, {len(data.test):,} test rows"
-            print(f"{sizes}; {say_long_texts(data.train, tokenizer, log.run)}")
         parts = partition(len(data.train), log.run.partition_count, log.run.seed)
+        if log.rank.is_main:
+            of_training = f"{len(data.train):,} training rows in {len(parts)} partitions"
+            others = f"{len(data.validation):,} validation, {len(data.test):,} test rows"
+            print(f"{of_training}, {others}; {say_long_texts(data.train, tokenizer, log.run)}")
         own = [len(part) for part in parts[log.rank.rank :: log.rank.world_size]]
-        print(f"{len(data.train):,} rows in {len(parts)} partitions; this rank trains on {sum(own):,}")
+        print(f"this rank trains on {sum(own):,} rows")
         return tokenizer, data
 
 

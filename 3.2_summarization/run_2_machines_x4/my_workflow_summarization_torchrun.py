@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from my_utils_summarization import load_data, run_with
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from common.base.command_line import run_from_command_line
@@ -78,6 +78,8 @@ class OwnRowsTrainer(Seq2SeqTrainer):
                 *loop.log.callbacks,
             ],
         )
+        self.remove_callback(PrinterCallback)  # `ProgressReport` says the same
+        self.model._keys_to_ignore_on_save = list(self.model.all_tied_weights_keys)  # checkpoints have them once
 
     def get_train_dataloader(self) -> DataLoader:
         """Return this rank's batches, which Accelerate must not divide again."""

@@ -8,7 +8,6 @@ from textwrap import fill
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from peft import PeftModel
 
 from common.data.pictures import open_picture
 from common.data.rows import Splits
@@ -28,7 +27,7 @@ def say_trained(loop: TrainingLoop) -> None:
     model = loop.model
     trained, total = model.num_parameters(only_trainable=True), model.num_parameters()
     if loop.rank.is_main:
-        sight = " and ".join(vision_modules(model.get_base_model() if isinstance(model, PeftModel) else model))
+        sight = " and ".join(vision_modules(model.get_base_model() if loop.run.method.has_adapters else model))
         sight += " stay as they are" if loop.run.freeze_vision_tower else " are trained, too"
         print(f"trained: {trained:,} of {total:,} weights; {sight}")
 

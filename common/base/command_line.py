@@ -94,7 +94,7 @@ def how_to_resume() -> str:
 
 @contextmanager
 def silent_if_well() -> Iterator[None]:
-    """Print what is said within only where an error leaves it: ranks that follow check, and say it, again."""
+    """Print what is said within only where an error leaves it."""
     held = io.StringIO()
     try:
         with redirect_stdout(held):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from common.base.errors import BadInputError, begin_of
+from common.base.paths import command_here
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by every launcher, to each rank
 TOLD_BY_TORCHRUN = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS")  # besides
@@ -34,7 +35,7 @@ def check_told(environment: Mapping[str, str]) -> None:
         have = ", ".join(f"{name}={begin_of(value, 40)!r}" for name, value in told.items())
         raise BadInputError(
             f"The environment has {have}, but {wrong}: a launcher tells each rank all of these. `unset "
-            f"{' '.join(told)}`, and start ranks by torchrun, accelerate launch or `python -m common.launch`."
+            f"{' '.join(told)}`, and start ranks by torchrun, accelerate launch or `{command_here('launch')}`."
         )
 
 

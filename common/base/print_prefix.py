@@ -5,7 +5,6 @@ import io
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -29,7 +28,7 @@ def rank_prefix(rank: int, device: str, host: str = "") -> str:
 
 
 def prefixed_print(prefix: str, original: Print, is_quiet: bool = False) -> Print:
-    """Return `original` (a `print`) with `prefix` before each line, also one in pieces; `is_quiet`: none to stdout."""
+    """Return `original` (a `print`) with `prefix` before each line; `is_quiet`: to stdout warnings alone."""
     at_line_start: dict[int, bool] = {}
 
     def print_with_prefix(*objects: object, sep: str | None = None, end: str | None = None,
@@ -38,11 +37,12 @@ def prefixed_print(prefix: str, original: Print, is_quiet: bool = False) -> Prin
         if target is None or target not in (sys.stdout, sys.stderr):
             original(*objects, sep=sep, end=end, file=file, flush=flush)
             return
-        if is_quiet and target is sys.stdout:
-            return
         plain = io.StringIO()
         original(*objects, sep=sep, end=end, file=plain)
-        lines = textwrap.indent(without_secrets(plain.getvalue()), f"{prefix} ", lambda line: True)
+        said = without_secrets(plain.getvalue()).splitlines(keepends=True)
+        if is_quiet and target is sys.stdout:
+            said = [line for line in said if line.startswith("WARNING")]
+        lines = "".join(f"{prefix} {line}" for line in said)
         if not at_line_start.get(id(target), True):
             lines = lines.removeprefix(f"{prefix} ")
         if lines:

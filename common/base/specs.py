@@ -212,7 +212,7 @@ PARALLELISMS: dict[str, Parallelism] = _by_name(
     Parallelism(
         "pp",
         "PP",
-        "layers are divided among {devices} GPUs, and the batch into {micro_batches} micro-batches: {idle:.0%} idle",
+        "layers are divided among {devices} devices, and the batch into {micro_batches} micro-batches: {idle:.0%} idle",
         splits_layers=True,
         pipelines=True,
         part="common.training.pipeline_parallel:Stage",
@@ -220,7 +220,7 @@ PARALLELISMS: dict[str, Parallelism] = _by_name(
     Parallelism(
         "tp",
         "TP",
-        "each layer's matrices are divided among {devices} GPUs, which sum up its results: each works on every row",
+        "each layer's matrices are divided among {devices} devices, which sum up its results: each works on every row",
         splits_matrices=True,
         takes_4_bits=False,
         suggested_for=(),  # but for classifiers
@@ -229,7 +229,7 @@ PARALLELISMS: dict[str, Parallelism] = _by_name(
     Parallelism(
         "mp",
         "MP",
-        "layers are divided among {devices} GPUs, which work one after the other: {idle:.0%} idle",
+        "layers are divided among {devices} devices, which work one after the other: {idle:.0%} idle",
         splits_layers=True,
         in_one_process=True,
     ),

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import NotPlannedError
+from common.base.paths import command_here
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import WHOLE, fake_step
 from common.checks.folder_runs import folder_parser, run_of_folder
@@ -36,7 +37,7 @@ from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
 
 SMALL_DEPTHS = (2, 3)
-REAL_STEP = "or take the real step with `python -m common.preflight`"
+REAL_STEP = f"or take the real step with `{command_here('preflight')}`"
 # what configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
 
@@ -102,7 +103,7 @@ def check_can_be_faked(run: RunConfig) -> None:
         option = f"--parallel {run.parallel}"
     else:
         return
-    raise NotPlannedError(f"{why}: ask `python -m common.planner {option}`, {REAL_STEP}.")
+    raise NotPlannedError(f"{why}: ask `{command_here('planner')} {option}`, {REAL_STEP}.")
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -140,7 +141,7 @@ def _depth(config: PretrainedConfig) -> int:
     if len(depths) != 1:
         raise NotPlannedError(
             f"The stacks of this {config.model_type} have {sorted(depths)} layers, but a dry run needs equal ones: ask "
-            f"`python -m common.planner`, {REAL_STEP}."
+            f"`{command_here('planner')}`, {REAL_STEP}."
         )
     return depths.pop()
 
@@ -153,7 +154,7 @@ def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
             return names
     raise NotPlannedError(
         f"The config of this {config.model_type} does not say how many layers its stacks have, as "
-        f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
+        f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `{command_here('preflight')}`."
     )
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from common.base.errors import BadInputError, reading
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, command_here
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
 from common.base.specs import Parallelism
@@ -229,7 +229,7 @@ def check_folder(run: RunConfig) -> None:
         setting, does = "loop", main.loop
     elif not workflow_does(own, run.technique, run.parallel):
         setting = "technique" if run.technique != own.technique else "parallel"
-        does, others = f"{own.technique} with {own.parallel}", " (`python -m common.dry_run` and the planner take any)"
+        does, others = f"{own.technique} with {own.parallel}", f" (`{command_here('dry_run')}` and the planner can)"
     else:
         return
     raise BadInputError(

@@ -21,7 +21,7 @@ from common.base.run_config import RunConfig
 from common.checks.folder_training import device_map_of_rank, tried_by_folder
 from common.checks.tried_rows import Rows, batch_of
 from common.data.pictures import pixels_of
-from common.hardware.devices import forget_peak, read_memory
+from common.hardware.devices import forget_peak, read_memory, time_text
 from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import load_tokenizer, longest_readable
 from common.models.merging import reloaded_difference
@@ -115,7 +115,7 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[Taken]:
     taken.time_s = time.perf_counter() - start_s
     taken.peaks_gib = [read_memory(device).peak_gib for device in rank.devices]
     if rank.is_main:
-        print(f"{name}: {taken.time_s:.1f} s")
+        print(f"{name}: {time_text(taken.time_s)}")
 
 
 def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from PIL.Image import Image
 
 from common.base.errors import BadInputError, begin_of
+from common.base.paths import command_here
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.rows import Row, listed, place_of
@@ -178,9 +179,9 @@ def refuse_pictures(row: Row, where: str) -> None:
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
         if is_named or _is_picture(value) or (column in ("image", "images") and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them (`python -m "
-                "common.data FILE --task visual_questions --model MODEL` looks at its rows), or leave that column out "
-                "to learn from the texts alone."
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them "
+                f"(`{command_here('data')} FILE --task visual_questions --model MODEL` looks at its rows), or leave "
+                "that column out to learn from the texts alone."
             )
 
 

@@ -34,6 +34,11 @@ def size_text(byte_count: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{byte_count / MIB:.1f} MiB"
 
 
+def time_text(seconds: float) -> str:
+    """Return a duration for a reader, such as `53.6 s` or `12 ms`."""
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(seconds * 1e3))} ms"
+
+
 def device_name(kind: str, local_rank: int) -> str:
     """Return the device that a rank works on, as torch spells it: `cpu`, or `cuda:1` for local rank 1."""
     return "cpu" if kind == "cpu" else f"{kind}:{local_rank}"

@@ -128,7 +128,8 @@ def _check_hub(model: str, revision: str) -> None:
         which, option = (f" at the revision {revision}", f" --revision {revision}") if revision else ("", "")
         raise BadInputError(
             f"The model {model}{which} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): "
-            f"fetch it where there is a network, once, with `hf download {model}{option}`."
+            f"fetch it where there is a network, once, with `hf download {model}{option}`, or try a published shape "
+            "without weights: --weights random."
         ) from None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from common.hardware.devices import Gpu
+from common.hardware.devices import Gpu, time_text
 from common.planning.architectures import StackKind
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
@@ -59,7 +59,7 @@ def phase_that_is_too_large(plan: Plan) -> str:
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
         if fewer
-        else f"a GPU with {math.ceil(phase.memory.peak_gib)} GiB would hold it, or a smaller --model"
+        else f"a device with {math.ceil(phase.memory.peak_gib)} GiB would hold it, or a smaller --model"
     )
     return (
         f"training fits, but {phase.name} takes {phase.memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device "
@@ -79,7 +79,7 @@ def _what_would_help(plan: Plan) -> str:
         "a smaller --lora-rank" if job.method.has_adapters and states else "",
         "4-bit weights (--technique qlora)" if job.method.has_plain_adapters and not passing and not states else "",
         "sharding (--parallel fsdp)" if job.parallelism.replicates and not passing else "",
-        "more or larger GPUs",
+        "more or larger devices",
     ]
     return "not even one row would fit: try " + ", or ".join(filter(None, remedies))
 
@@ -134,10 +134,8 @@ def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_col
 
 
 def _seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        return time_text(seconds)
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

@@ -6,16 +6,7 @@ from functools import reduce
 from statistics import fmean
 from typing import Any
 
-from common.reporting.rows import (
-    NOT_RUN,
-    Row,
-    clock,
-    device_name,
-    devices_of,
-    kind_name,
-    model_of,
-    setting_name,
-)
+from common.reporting.rows import NOT_RUN, Row, clock, device_name, devices_of, kind_name, model_of, setting_name
 
 NO_BASELINE, NO_FACTS, OFF = "-", "no facts in the data", "off"
 MISSING = object()

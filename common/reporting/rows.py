@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, command_here
 from common.base.run_config import DEFAULTS, SET_ASIDE, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
@@ -97,7 +97,7 @@ def called(records: Sequence[Record], names: Sequence[str]) -> list[Record]:
     for name in names:
         if not any(_is_called(record, name) for record in records):
             meant = closest(name, {each for record in records for each in _names_of(record)})
-            question = f"did you mean {meant}?" if meant else "`python -m common.report --results` lists what there is."
+            question = f"did you mean {meant}?" if meant else f"`{command_here('report')} --results` lists all."
             raise BadInputError(f"No run here is called {name}: {question}")
     return [record for record in records if any(_is_called(record, name) for name in names)]
 

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from common.base.command_line import how_to_resume, say_when_told_to_end
 from common.base.errors import BadInputError
 from common.base.launched import is_of_torchrun
+from common.base.paths import command_here
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.base.signals import on_end_signal
@@ -63,7 +64,7 @@ def start_command(run: RunConfig) -> str:
     command = shlex.join(nodes_command(run.nodes, run.ranks_per_node)) if run.world_size > 1 else "python"
     if run.nodes > 1:
         return f"`{command} {script}` on each of {run.nodes} machines (ADDRESS: the first one's)"
-    return f"`{command} {script}`, or `python -m common.launch`, which starts the right number"
+    return f"`{command} {script}`, or `{command_here('launch')}`, which starts the right number"
 
 
 def check_gpus(run: RunConfig) -> None:
@@ -97,7 +98,7 @@ def on_fewer(run: RunConfig, devices: int) -> str:
         return f"choose another run folder, as this one does not run on {devices} ({refusal})"
     launcher = shlex.join(nodes_command(1, devices)) if fewer.world_size > 1 else "python"
     options = f"--devices {devices}{' --nodes 1' if run.nodes > 1 else ''}"
-    return f"use `{launcher} my_workflow_<technique>.py {options}`, and `python -m common.preflight` with them before"
+    return f"use `{launcher} my_workflow_<technique>.py {options}`, and `{command_here('preflight')}` with them before"
 
 
 def start_rank(run: RunConfig) -> Rank:

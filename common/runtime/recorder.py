@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from typing_extensions import override
 
 from common.base import errors
-from common.base.paths import from_repository
+from common.base.paths import command_here, from_repository
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.signals import end_signals_deferred
@@ -97,7 +97,7 @@ class RunRecorder:
             raise
         self.phases_s[name] = time.perf_counter() - start_s
         if self.rank.is_main:
-            print(f"{name}: {self.phases_s[name]:.1f} s")
+            print(f"{name}: {devices.time_text(self.phases_s[name])}")
 
     def _failed(self, error: BaseException, phase: str) -> None:
         """Keep how this rank ended, but not over what went wrong first; a run that refuses its input leaves nothing."""
@@ -145,7 +145,7 @@ class RunRecorder:
             fits = f"by the plan {rows} rows fit: pass --batch_size {rows}" if rows else "by the plan no row fits"
         return (
             f"Out of memory ({tried}; the peak was {reading.peak_gib:.2f} of {reading.total_gib:.1f} GiB): {fits}, "
-            "with more --gradient_accumulation_steps for the same step, or look at what `python -m common.dry_run` "
+            f"with more --gradient_accumulation_steps for the same step, or look at what `{command_here('dry_run')}` "
             "shows."
         )
 
@@ -169,7 +169,7 @@ class RunRecorder:
             where = self.folder.relative_to(self.folder.parents[1])
             print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
             if self.run.goal.chats:
-                print(f"talk to it: python -m common.chat {shlex.quote(str(from_repository(self.folder)))}")
+                print(f"talk to it: {command_here('chat')} {shlex.quote(str(from_repository(self.folder)))}")
         self.stop()
         return record
 
@@ -332,7 +332,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
             lines.append(
                 f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
                 f"{peak_gib / planned_gib - 1:+.0%} of the {planned_gib:.2f} GiB planned: "
-                "`python -m common.dry_run` shows the step part by part (the planner's --explain of shards and 4 bits)"
+                f"`{command_here('dry_run')}` shows the step part by part (planner --explain: of shards and 4 bits)"
             )
     return lines
 

@@ -44,10 +44,10 @@ class WorkDone:
 
 
 class FirstStepReport(TrainerCallback):
-    """After step 1: the memory of each of this rank's devices, and its mini-batch, as ranks get different rows."""
+    """After step 1: the memory of each of this rank's devices, and its mini-batch, if it `tells` what no other does."""
 
-    def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.rank, self.work, self.tokenizer = rank, work, tokenizer
+    def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase, tells: bool = True) -> None:
+        self.rank, self.work, self.tokenizer, self.tells = rank, work, tokenizer, tells
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -57,6 +57,8 @@ class FirstStepReport(TrainerCallback):
             memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
             peak = f"peak {memory.peak_gib:.2f} GiB, total {memory.total_gib:.1f} GiB"
             print(f"memory{where}: now {memory.now_gib:.2f} GiB, {peak}")
+        if not self.tells:
+            return
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
             laid_out = f"packed without padding, {batch['input_ids'].numel()} tokens"
@@ -156,9 +158,10 @@ class ProgressReport(TrainerCallback):
             print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs})
             return
         done = max(1, state.global_step - self.first_step)  # of this start; others may have been before
-        left_s = elapsed_s / done * (state.max_steps - state.global_step)
+        left_s = round(elapsed_s / done * (state.max_steps - state.global_step))
         accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
         print(
             f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "
-            f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
+            f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}; {elapsed_s:.0f} s"
+            f"{f', about {left_s} s left' if left_s else ''}"
         )

@@ -168,7 +168,7 @@ class TrainingLoop:
         callbacks += [ProgressReport(rank, run.log_format), self.updates]
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
-        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer))
+        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, rank.is_main or run.data_parallel_ranks > 1))
         if self.part.usage:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send

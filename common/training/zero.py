@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from common.base.command_line import silent_if_well
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.divided import load_rows, mesh_of
@@ -67,6 +68,7 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     return model.to(rank.device)  # buffers
 
 
+@silent_if_well()  # each rank would print that DeepSpeed has built an operator
 def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) -> "DeepSpeedEngine":
     """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
     import deepspeed  # here: runs without ZeRO need none
@@ -192,6 +194,7 @@ class ZeroPart(Part):
             check_part("weights", held.weights_bytes, (part, part))
 
 
+@silent_if_well()
 def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
     """Divide rows of weights, in place, as DeepSpeed's stage 3 does, with one weight whole at a time, on `mesh`.
 

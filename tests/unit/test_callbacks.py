@@ -94,7 +94,7 @@ START = "[RANK0:CPU] 20 steps, 2 epochs"
 
 
 def test_progress_is_told_to_readers(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "[RANK0:CPU] step 5/20: loss 0.5000, validation loss 0.2500; 0 s, about 0 s left"
+    line = "[RANK0:CPU] step 5/20: loss 0.5000, validation loss 0.2500; 0 s"
     assert said_of_progress(capsys, "text", TRAINED, VALIDATED) == [START, line]
 
 
@@ -122,6 +122,18 @@ def test_progress_is_told_as_whole_lines_of_json_without_a_prefix(
 @pytest.mark.parametrize("figures", ["text", "json"])
 def test_other_ranks_say_nothing_of_progress(capsys: pytest.CaptureFixture[str], figures: str) -> None:
     assert said_of_progress(capsys, figures, TRAINED, VALIDATED, rank=1) == []
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_mini_batch_of_several_ranks_is_told_by_one_but_memory_by_each(
+    run_config: RunConfig, capsys: pytest.CaptureFixture[str], tells: bool
+) -> None:
+    """The stages of a pipeline work on the same rows."""
+    work = WorkDone()
+    work.count(torch.tensor([3]), {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).long()})
+    report = FirstStepReport(Rank(1, 2, "cpu", "torchrun"), work, load_tokenizer(run_config), tells)
+    report.on_step_end(ARGUMENTS, TrainerState(global_step=1), CONTROL)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + tells
 
 
 def test_the_memory_of_each_device_of_a_rank_is_reported(

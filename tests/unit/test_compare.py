@@ -155,6 +155,15 @@ def test_runs_are_found_by_name_and_labelled_apart() -> None:
         found_runs(["python-batch16-seed77", "2.1"])
 
 
+def test_a_runs_name_means_this_machines_runs_before_kept_ones(run: Record, tmp_path: Path) -> None:
+    assert len(found_runs(["python-batch16-seed42"])) > 1, "several folders keep one of this name"
+    for name in ("python-batch16-seed42", "mine"):
+        written(tmp_path / "results", run | {"run_folder": "my_folder"}, name)
+    found = found_runs(["python-batch16-seed42", "mine"], tmp_path)
+    assert {each["run_folder"] for each in found.values()} == {"my_folder"}
+    assert len(found_runs(["python-batch16-seed*", "mine"], tmp_path)) > 2, "a pattern means all"
+
+
 def test_results_hide_failed_runs_unless_they_are_asked_for(
     run: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

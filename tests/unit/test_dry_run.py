@@ -618,7 +618,7 @@ def test_the_tracker_forgets_what_is_freed() -> None:
 
 
 def test_weights_in_4_bits_have_no_dry_run_but_a_next_step() -> None:
-    with pytest.raises(BadInputError, match=r"quantization nf4, but fake tensors .* `python -m common.preflight`"):
+    with pytest.raises(BadInputError, match=r"quantization nf4, but fake tensors .* -m common.preflight`"):
         dry_run(RunConfig(technique="qlora"), BATCH)
     with pytest.raises(BadInputError, match="parallel is fsdp, but fake tensors are not divided"):
         dry_run(RunConfig(parallel="fsdp", devices=2), BATCH)

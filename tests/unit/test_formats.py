@@ -272,7 +272,7 @@ def test_a_parquet_file_with_pictures_is_refused_unless_the_texts_are_named(colu
     data = str(tmp_path / "rows.parquet")
     refusal = refusal_of(RunConfig(data=data))
     assert f"rows.parquet, row 1 has pictures in the column '{column}': go to 3.3" in refusal
-    assert "`python -m common.data FILE --task visual_questions --model MODEL`" in refusal
+    assert "-m common.data FILE --task visual_questions --model MODEL`" in refusal
     assert load_splits(RunConfig(data=data, prompt_column="question", completion_column="answer")).train
 
 

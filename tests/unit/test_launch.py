@@ -155,7 +155,7 @@ def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig, tmp
         ),
         (
             {"parallel": "mp", "stages": 2},
-            r"parallel is mp, but the workflow of 2\.1.* is for lora with single.*planner take any",
+            r"parallel is mp, but the workflow of 2\.1.* is for lora with single.*planner can",
         ),
     ):
         with pytest.raises(BadInputError, match=said):

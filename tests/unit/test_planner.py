@@ -17,11 +17,13 @@ from common.base.errors import NotPlannedError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.planner_command import main
-from common.hardware.devices import CPU_DEVICE, find_gpu
+from common.hardware.devices import CPU_DEVICE, cpu_device, find_gpu
+from common.models.minilm import MINILM
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
 from common.planning.job import BatchShape, Job, architecture_of_run, job_of_run
+from common.planning.plan_texts import why
 from common.planning.plans import Plan, make_plan, plan_run
 from common.planning.ranking import ABOUT_AS_FAST, ranked_plans
 from common.planning.shares import trained_parameters, whole_model
@@ -677,3 +679,18 @@ def test_a_notebook_plans_one_strategy_as_the_ranking_does(monkeypatch: pytest.M
     (ranked,) = (plan for plan in question.ranked() if plan.name == "LoRA, fsdp")
     assert ranked.fits
     assert question.plan("lora", "fsdp").phases == ranked.phases
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "pp", "micro_batches": 2},
+        {"parallel": "mp", "devices": 1, "stages": 2}, {"parallel": "tp", "task": "classification", "model": MINILM},
+    ],
+    ids=lambda changes: changes["parallel"],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [4, 2**24])
+def test_a_plan_for_cpu_cores_speaks_of_no_gpu(changes: dict[str, object], rows: int) -> None:
+    run = RunConfig(**{"technique": "full", "target_modules": "all", "devices": 2, **changes})
+    batch = BatchShape(rows, 39, 1, padded=True, classes=4 if changes["parallel"] == "tp" else 0)
+    assert "GPU" not in why(plan_run(run, batch, cpu_device(1.0)))

@@ -60,10 +60,11 @@ def test_a_wrong_argument_is_still_a_type_error_after_which_print_is_itself_agai
     assert print is original
 
 
-def test_a_quiet_rank_prints_errors_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_rank_prints_warnings_and_errors_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with printing_with_prefix("[P]", is_quiet=True), (tmp_path / "f.txt").open("w") as file:
         print("step 1 of 3")
         print("kept", file=file)
+        print("WARNING: it peaked", "record: there", sep="\n")
         print("disk is full", file=sys.stderr)
-    assert capsys.readouterr() == ("", "[P] disk is full\n")
+    assert capsys.readouterr() == ("[P] WARNING: it peaked\n", "[P] disk is full\n")
     assert (tmp_path / "f.txt").read_text() == "kept\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.base.errors import BadInputError, RunStoppedError
+from common.base.paths import command_here
 from common.base.run_config import RunConfig
 from common.hardware import devices
 from common.hardware.devices import MemoryReading
@@ -293,7 +294,7 @@ def test_every_kept_record_is_a_run_of_today() -> None:
 @pytest.mark.parametrize(
     ("task", "last"),
     [
-        ({}, "talk to it: python -m common.chat '{folder}'"),
+        ({}, f"talk to it: {command_here('chat')} '{{folder}}'"),
         ({"task": "classification", "technique": "full"}, f"record: {RECORD_NAME} in results/mine"),
     ],
 )

@@ -14,6 +14,7 @@ import pytest
 
 from bench.repeat import records_below
 from common import launch
+from common.base import paths
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -211,5 +212,22 @@ def test_a_run_says_each_thing_once_warns_of_nothing_and_its_last_command_can_be
     for entry in record["memory"]:
         assert entry["process_gib"] > 0.28
         assert entry["planned_gib"] == pytest.approx(entry["peak_training_gib"], rel=0.2)
-    _, _, pasted = lines[-1].partition("talk to it: python ")
-    assert give(*shlex.split(pasted), "Who is number 3?")
+    _, *pasted = shlex.split(lines[-1].partition("talk to it: ")[2])
+    assert give(*pasted, "Who is number 3?")
+
+
+@pytest.mark.parametrize("place", ["", "2.1_technique/run_0", ".."])
+def test_a_printed_command_starts_this_python_from_where_one_stands(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "a copy"
+    python = repository / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (repository / place).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(paths, "REPOSITORY", repository)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(repository / place)
+    named, *rest = shlex.split(paths.command_here("chat"))
+    assert (Path(named).resolve(), rest) == (python.resolve(), ["-m", "common.chat"])
+    assert not Path(named).is_absolute()
