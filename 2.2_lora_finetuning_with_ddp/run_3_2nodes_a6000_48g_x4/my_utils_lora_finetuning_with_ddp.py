@@ -17,7 +17,7 @@ def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
     """Measure the highest possible speed-up; on CPU only, as one GPU may not hold the global batch."""
     if loop.run.device == "cuda":
         return None
-    with loop.log.phase("machine ceiling"):
+    with loop.log.phase("upper bound"):
         return measure_machine_ceiling(loop)
 
 

@@ -35,7 +35,7 @@ def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str
     """Measure the highest possible speed-up; on CPU only, of a model small enough to be whole on each rank."""
     if loop.run.device != "cpu" or held is None or held["whole"]["weights_bytes"] > WHOLE_AT_MOST_BYTES:
         return None
-    with loop.log.phase("machine ceiling"):
+    with loop.log.phase("upper bound"):
         return measure_machine_ceiling(loop, load_replica(loop.run, loop.rank))
 
 
