@@ -732,8 +732,8 @@ REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
         "bench/tables/chats.py",
-        '            "batch as Rows per step",\n',
-        '            Column("Rows per step", lambda _: "8 x2"),\n',
+        '            "batch",\n            "time as Time",\n',
+        '            Column("Batch size", lambda _: "8 x2"),\n            "time as Time",\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(
