@@ -44,7 +44,7 @@ class WorkDone:
 
 
 class FirstStepReport(TrainerCallback):
-    """After step 1: the memory of each of this rank's devices, and its mini-batch, if it `tells` what no other does."""
+    """Tells, after step 1, the memory of this rank's devices, and its mini-batch if no other rank `tells` the same."""
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase, tells: bool = True) -> None:
         self.rank, self.work, self.tokenizer, self.tells = rank, work, tokenizer, tells
