@@ -113,7 +113,7 @@ DATA = (
         _unit("separate_rows", "a_row_is_computed_as_if_it_were_alone_and_no_other_sees_it"),
     ),
     Fault(
-        "a window of attention is forgotten where rows lie end to end",
+        "a window of attention is forgotten where rows are packed without padding",
         "common/models/separate_rows.py",
         "    if size is None or length <= size:\n",
         "    if True:\n",

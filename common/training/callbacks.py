@@ -34,7 +34,7 @@ class WorkDone:
             self.first_batch = {"row": row_numbers, **inputs}
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
-        if "cu_seq_lens_q" in inputs:  # end to end: real rows alone, or one filler row
+        if "cu_seq_lens_q" in inputs:  # packed: real rows alone, or one filler row
             self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
         else:
             mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
