@@ -38,18 +38,18 @@ FEATURES_INCHES, RANK_INCHES = 1.8, 1.8 * 8 / 128
 
 
 def matrix(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
-    """A matrix as a rectangle, as wide as it has inputs and as high as it has outputs."""
+    """Draw a matrix as a rectangle, as wide as it has inputs and as high as it has outputs."""
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#444"))
 
 
 def square(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """A weight matrix of as many outputs as inputs, and what it is."""
+    """Draw a weight matrix of as many outputs as inputs, with what it is."""
     matrix(axes, x, y, FEATURES_INCHES, FEATURES_INCHES, colour)
     axes.text(x + FEATURES_INCHES / 2, y + FEATURES_INCHES / 2, text, ha="center", va="center", fontsize=9)
 
 
 def adapter(axes: Axes, x: float, y: float, b_x: float) -> None:
-    """A and B beside each other, and the way from one to the other."""
+    """Draw A and B beside each other, and the way from one to the other."""
     middle = y + FEATURES_INCHES / 2
     matrix(axes, x, middle - RANK_INCHES / 2, FEATURES_INCHES, RANK_INCHES, TRAINED)
     axes.text(x + FEATURES_INCHES / 2, middle - 0.28, "A: r x inputs", ha="center", fontsize=9)

@@ -22,7 +22,7 @@ FIGURES = {"speedup": "steps per second", "strong": "the upper bound", "reached"
 
 
 def entries(quick: bool) -> list[Entry]:
-    """The speed-up, the upper bound, and the first as a share of the second: medians of the launches."""
+    """Return the speed-up, the upper bound, and the first as a share of the second: medians of the launches."""
     found = []
     for technique in TECHNIQUES:
         for rows, bar in BARS.items():

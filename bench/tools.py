@@ -29,7 +29,7 @@ PACKED_TOKENS = {"short": 512, "long": 1024}
 
 
 def train_ours(clock: Clock) -> None:
-    """The `train` of the technique's run folder: rows in random order, end to end."""
+    """The `train` of the technique's run folder: rows in random order, packed without padding."""
     run, material = suited_to_model(clock.trial.run), clock.material
     set_seed(run.seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -113,7 +113,7 @@ DATA = (
         _unit("separate_rows", "a_row_is_computed_as_if_it_were_alone_and_no_other_sees_it"),
     ),
     Fault(
-        "a window of attention is forgotten where rows lie end to end",
+        "a window of attention is forgotten where rows are packed without padding",
         "common/models/separate_rows.py",
         "    if size is None or length <= size:\n",
         "    if True:\n",
@@ -732,8 +732,8 @@ REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
         "bench/tables/chats.py",
-        '            "batch as Rows per step",\n',
-        '            Column("Rows per step", lambda _: "8 x2"),\n',
+        '            "batch",\n            "time as Time",\n',
+        '            Column("Batch size", lambda _: "8 x2"),\n            "time as Time",\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
     Fault(

@@ -1,8 +1,7 @@
-"""What only sharding needs to show: what each rank holds, how fast ranks can be, and the library's own trainer."""
+"""What only sharding needs: how fast ranks can be, and the library's own trainer."""
 
 from typing import Any
 
-import pandas as pd
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -19,16 +18,7 @@ from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
 from common.training.steps import load_data
 
-PARTS = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_bytes": "optimizer states"}
 WHOLE_AT_MOST_BYTES = 256 * 2**20  # weights that may be whole on each rank beside training that divides them
-
-
-def held_table(held: dict[str, object]) -> pd.DataFrame:
-    """Return what each rank held in the second step, in MiB, beside what one device would."""
-    rows = {f"rank {rank}": each for rank, each in enumerate(held["per_rank"])}
-    rows["one device would"] = held["whole"]
-    table = pd.DataFrame.from_dict(rows, orient="index").rename(columns=PARTS) / 2**20
-    return table.assign(together=table.sum(axis=1)).round(2)
 
 
 def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str, float] | None:

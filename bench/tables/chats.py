@@ -18,6 +18,7 @@ from bench.tables.table import (
     Table,
     column,
     copies_of,
+    pretrained,
     published,
     waiting,
 )
@@ -89,7 +90,7 @@ def _shared_by(row: Row) -> str:
 
 def _what(row: Row) -> str:
     is_weak = row["same"] == WEAK and not PARALLELISMS[row["parallel"]].is_single
-    return kind_name(row).replace(" fine-tuning", "") + (", same batch each" if is_weak else "")
+    return column("short_approach").cell(row) + (", same batch each" if is_weak else "")
 
 
 # -- rows
@@ -100,27 +101,24 @@ def _ddp_runs(records: Iterable[Record], same: str) -> list[Row]:
     return [row for row in rows if row["baseline"]]
 
 
-def _rates(records: list[Record]) -> list[Row]:
-    """Return what others published, then each batch and learning rate here, over its seeds; the smallest batch first.
+def _usual_seed(records: Iterable[Record]) -> list[Record]:
+    return [run for run in _by_command(records) if run["config"]["seed"] == RunConfig.seed]
 
-    Runs with random weights are left out: they show memory and speed alone.
-    """
-    runs = [
-        run
-        for run in completed(records, LORA, LORA_DDP)
-        if run["launcher"] in ("python", "torchrun") and run["config"]["weights"] != "random"
-    ]
-    measured = sorted(with_seeds(runs), key=lambda row: (len(row["world"]), row[STRONG], row["peak_learning_rate"]))
+
+def _by_command(records: Iterable[Record]) -> list[Record]:
+    return [run for run in records if run["launcher"] in ("python", "torchrun")]
+
+
+def _rates(records: list[Record]) -> list[Row]:
+    """Return what others published, then each batch and learning rate here, over its seeds, by ranks and batch."""
+    runs = with_seeds(_by_command(pretrained(completed(records, LORA, LORA_DDP))))
+    measured = sorted(runs, key=lambda row: (len(row["world"]), row[STRONG], row["peak_learning_rate"]))
     return [*published(LORA, LORA_DDP), *measured]
 
 
 def _scaled(records: list[Record]) -> list[Row]:
     """Return what others published, then strong and weak scaling here: runs by command on the usual seed."""
-    runs = [
-        record
-        for record in records
-        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
-    ]
+    runs = _usual_seed(records)
     usual = [
         row
         for same in (STRONG, WEAK)
@@ -133,11 +131,7 @@ def _scaled(records: list[Record]) -> list[Row]:
 
 def _front_runs(records: list[Record]) -> list[Row]:
     """Return what two devices bring and cost: runs started by command, on the usual seed; a baseline only once."""
-    runs = [
-        record
-        for record in records
-        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
-    ]
+    runs = _usual_seed(records)
     full_runs = beside_one_device(completed(runs, FULL_DDP, FULL_FSDP, FULL_ZERO3), runs, STRONG)
     rows = [*_ddp_runs(runs, STRONG), *_ddp_runs(runs, WEAK), *(row for row in full_runs if row["baseline"])]
     return list({(row["run_folder"], row["run_name"], _what(row)): row for row in rows}.values())
@@ -165,7 +159,7 @@ TABLES = {
         (
             Column("What", _what),
             "short_devices",
-            "batch as Batch size",
+            "batch",
             "time as Time",
             "speedup as Speed-up",
             "ceiling",
@@ -260,7 +254,7 @@ TABLES = {
     "lora-speed": Table(lambda records: completed(records, LORA), SPEED, waiting=(LORA,), published=(LORA,)),
     # what tells the runs stands in the first part
     "ddp-quality": Table(
-        lambda records: [run for run in completed(records, LORA, LORA_DDP) if run["config"]["weights"] != "random"],
+        lambda records: pretrained(completed(records, LORA, LORA_DDP)),
         tuple(dict.fromkeys((*WHAT, "effective_batch", "learning_rate", *QUALITY))),
         published=(LORA, LORA_DDP),
     ),

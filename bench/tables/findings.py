@@ -110,7 +110,7 @@ WHAT = (
 
 
 def _found(records: list[Record], number: str) -> list[Row]:
-    """Return what others published, then of each way here the usual setting."""
+    """Return what others published, then of each strategy here the usual setting."""
     kinds, gain = COMPARED[number]
     first = _usual_run(recipes(records, kinds[0]), number)
     rows_per_step = first[STRONG] if first and gain != SPEEDUP else None

@@ -15,6 +15,7 @@ from bench.tables.table import (
     Table,
     approach,
     column,
+    pretrained,
 )
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -63,8 +64,7 @@ QUALITY = (
 
 
 def _runs(records: list[Record]) -> list[Record]:
-    """Return the runs beside LoRA's; those with random weights show memory and speed of another model."""
-    return [run for run in completed(records, LORA, QLORA, QLORA_DDP) if run["config"]["weights"] != "random"]
+    return pretrained(completed(records, LORA, QLORA, QLORA_DDP))
 
 
 def _memory(records: list[Record]) -> Iterator[Row]:

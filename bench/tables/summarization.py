@@ -158,7 +158,7 @@ def _gpus(machine: Machine) -> str:
     return f"{machine.gpus} x {machine.gpu}"
 
 
-def _way(row: Row) -> str:
+def _loop_or_machines(row: Row) -> str:
     if "machines" not in row:
         return LOOP.cell(row)
     return "one machine" if row["machines"] == 1 else f"{row['machines']} machines"
@@ -278,7 +278,7 @@ TABLES = {
     "found 3.2": Table(
         lambda records: [*published(metric="bill_usd"), *loops(records)],
         (
-            Column("Loop", _way),
+            Column("Loop", _loop_or_machines),
             Column(
                 "Figures",
                 lambda row: f"{column('short_figures').cell(row)}" + (" estimate" if row.get("estimated") else ""),

@@ -134,6 +134,11 @@ def not_run(folder: Path, run: RunConfig) -> Row:
     }
 
 
+def pretrained(runs: Iterable[Record]) -> list[Record]:
+    """Return the runs of pretrained models: those with random weights show memory and speed alone."""
+    return [run for run in runs if run["config"]["weights"] != "random"]
+
+
 def copies_of(row: Row) -> int:
     """Return how many sharded copies of the model the ranks held; older records have no such setting."""
     return row["config"].get("dp_replicate_size", 1)

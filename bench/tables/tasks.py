@@ -80,12 +80,6 @@ def _by_kind(records: list[Record]) -> list[Row]:
 
 
 SHARES = ("right_before", "commonest", "right_after", "swapped")
-RECALL = (
-    "right_before as Recall before",
-    "commonest",
-    "right_after as Recall after",
-    "swapped as Old answer, other picture",
-)
 
 # -- preference tuning
 
@@ -128,7 +122,7 @@ TABLES = {
     },
     "found 3.3": Table(
         answered,
-        (Column("Setting", _shorter), "short_devices", *RECALL, "mean_time as Time"),
+        (Column("Setting", _shorter), "short_devices", *SHARES, "mean_time as Time"),
         footnote=footnote,
     ),
     "found 3.4": Table(
@@ -138,7 +132,7 @@ TABLES = {
     ),
     "pictures-settings": Table(
         lambda records: [*answered(records), *waiting_for_task(records, "visual_questions")],
-        ("setting", "figures", "model_id", "devices", "seeds", *RECALL, "mean_time", "speedup_of_task", "planned",
+        ("setting", "figures", "model_id", "devices", "seeds", *SHARES, "mean_time", "speedup_of_task", "planned",
          "command"),
     ),
     "pictures-kinds": Table(_by_kind),

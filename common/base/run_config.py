@@ -135,7 +135,7 @@ class RunConfig(
 
     @property
     def is_padding_free(self) -> bool:
-        """Whether training rows lie end to end; what auto means for a model, `suited_to_model` finds."""
+        """Whether training rows are packed without padding; what auto means for a model, `suited_to_model` finds."""
         return self.padding_free == "yes"
 
     @property

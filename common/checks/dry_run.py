@@ -218,8 +218,8 @@ def verdict(plan: Plan, number: int) -> str:
     memory, gpu = plan.devices[number], plan.cluster.gpus[number]
     fits = {"yes": "fits", "tight": "tight", "no": "does not fit"}[memory.verdict_on(gpu)]
     return (
-        f"closed form: {_sized(memory.allocated_gib)}, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
-        f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
+        f"closed form: {_sized(memory.allocated_gib)}, with overhead {memory.peak_gib:.2f} GiB, safe "
+        f"{memory.safe_gib:.2f} of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
     )
 
 

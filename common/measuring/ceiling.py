@@ -1,4 +1,4 @@
-"""The ceiling that a machine sets on any speed-up by data-parallel ranks, measured beside the speed-up itself."""
+"""The upper bound that a machine sets on any speed-up by data-parallel ranks, measured beside the speed-up itself."""
 
 import time
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def measure_machine_ceiling(
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
         `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
         The seconds per step of each (medians of the rounds).
-        With a `replica`, `reached`: the share of the ceiling that is left with synchronising.
+        With a `replica`, `reached`: the share of the upper bound that is left with synchronization.
     """
     model, rank, part = (model or loop.model).train(), loop.rank, copy(loop.part)
     trained = [weight for weight in model.parameters() if weight.requires_grad]

@@ -131,10 +131,10 @@ COLUMNS = {
     "best_accuracy": Column("Best accuracy", "best_accuracy", "{:.4f}", over_seeds=True),
     "preferred": Column("Accuracy of preferences", "quality.after.preference_accuracy", "{:.3f}", over_seeds=True),
     "reward": Column("Reward of the chosen", "quality.after.chosen_reward", "{:+.2f}", over_seeds=True),
-    "right_before": _share_of_facts("Right before", "before.facts_said_share"),
+    "right_before": _share_of_facts("Recall before", "before.facts_said_share"),
     "commonest": _share_of_facts("Majority baseline", "after.commonest_facts_said_share"),
-    "right_after": _share_of_facts("Right after", "after.facts_said_share"),
-    "swapped": _share_of_facts("Old answer, swapped picture", "after.swapped_facts_said_share"),
+    "right_after": _share_of_facts("Recall after", "after.facts_said_share"),
+    "swapped": _share_of_facts("Old answer, other picture", "after.swapped_facts_said_share"),
     # time
     "steps": Column("Steps", "steps"),
     "time": Column("Training time", training_time),

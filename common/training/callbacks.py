@@ -34,7 +34,7 @@ class WorkDone:
             self.first_batch = {"row": row_numbers, **inputs}
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
-        if "cu_seq_lens_q" in inputs:  # end to end: real rows alone, or one filler row
+        if "cu_seq_lens_q" in inputs:  # packed: real rows alone, or one filler row
             self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
         else:
             mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
@@ -44,7 +44,7 @@ class WorkDone:
 
 
 class FirstStepReport(TrainerCallback):
-    """After step 1: the memory of each of this rank's devices, and its mini-batch, if it `tells` what no other does."""
+    """Tells, after step 1, the memory of this rank's devices, and its mini-batch if no other rank `tells` the same."""
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase, tells: bool = True) -> None:
         self.rank, self.work, self.tokenizer, self.tells = rank, work, tokenizer, tells

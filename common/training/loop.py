@@ -228,7 +228,7 @@ class TrainingLoop:
         return batch
 
     def batch_of(self, rows: list[Tokens]) -> Batch:
-        """Return training rows as one batch, end to end or padded."""
+        """Return training rows as one batch, packed without padding or padded."""
         if self.run.is_padding_free:
             return self.part.inputs_for_loss(lay_end_to_end(rows))
         return self.collated(rows)

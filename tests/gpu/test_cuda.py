@@ -70,7 +70,7 @@ def test_layers_on_two_gpus_compute_the_losses_of_one(trained: Callable) -> None
 
 
 def check_losses_are_the_cpus(trained: Callable, device: str, folder: Path, *recipe: str) -> None:
-    """In fp32 rows are padded on a GPU, and laid end to end on a CPU: by themselves their orders differ."""
+    """In fp32 rows are padded on a GPU, and packed on a CPU: by themselves their orders differ."""
     same = (*recipe, "--train_sampling_strategy", "random")
     cpu, found = (
         losses_of(trained(*same, "--device", on, folder=folder, name=f"{number}-on-{on}"))

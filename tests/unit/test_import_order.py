@@ -18,7 +18,7 @@ for line in json.load(sys.stdin):
 
 
 def imports_before_common(script: Path) -> tuple[list[str], bool]:
-    """The imports of a script, and of those beside it that it imports, until one is of `common`, and whether one is."""
+    """Return what a script, and those beside it that it imports, import before `common`, and whether that comes."""
     first: list[str] = []
     for line in ast.parse(script.read_text()).body:
         if not isinstance(line, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Rows that lie end to end: each is computed as if it were alone, and they are divided within a budget of tokens."""
+"""Rows packed without padding: each is computed as if it were alone, and they are divided within a budget of tokens."""
 
 from pathlib import Path
 

@@ -224,7 +224,7 @@ def test_no_class_is_a_trainer_of_transformers_and_none_of_its_private_methods_i
 
 
 def test_the_recipes_losses_and_weights_are_those_of_transformers_own_trainer(tmp_path: Path) -> None:
-    """Of the same rows, padded where ours lie end to end, and in accumulated batches; dropout draws other numbers."""
+    """Of the same rows, padded where ours are packed, and in accumulated batches; dropout draws other numbers."""
     run = replace(
         literal_of(Path("2.1_lora_finetuning/run_0_cpu_x1")), lora_dropout=0.0, train_rows=40, validation_rows=8,
         per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, eval_steps=0.2,
