@@ -7,19 +7,25 @@ from bench.tables.table import NOT_PUBLISHED
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.reporting.rows import Row, kind_of
+from common.reporting.rows import NOT_RUN, Row, kind_of
 
 
 def footnote(row: Row) -> str:
     """Return where a row comes from, with links from a technique's folder."""
     if row["status"] == NOT_PUBLISHED:
         copy = _folder_like(row)
-        return f"P{row['figures'][1:]}." + (f" The same settings here, not run: {_notebook(copy)}." if copy else "")
+        return f"P{row['figures'][1:]}." + (
+            f" The same settings here{_if_not_run(copy)}: {_notebook(copy)}." if copy else ""
+        )
     seeds = row.get("seeds", [row])
     shown = next((run for run in seeds if run["config"]["seed"] == RunConfig.seed), row)
     also = f", and {len(seeds) - 1} more with other seeds" if len(seeds) > 1 else ""
     record = f"[record]({_from_technique(Path(shown['run_folder'], 'records', shown['run_name']))}.json)"
     return f"Measured: {_notebook(shown['run_folder'], shown['launcher'])}, {record}{also}."
+
+
+def _if_not_run(run_folder: str) -> str:
+    return "" if any((REPOSITORY / run_folder / "records").glob("*.json")) else f", {NOT_RUN}"
 
 
 def _notebook(run_folder: str, launcher: str = "") -> str:

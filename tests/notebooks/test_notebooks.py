@@ -263,7 +263,7 @@ def test_what_is_projected_is_what_the_planner_says_today(
     """Cells with this tag need only the parameters and one another, so that the others need not be run."""
     monkeypatch.chdir(path.parent)
     monkeypatch.syspath_prepend(path.parent)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"display": lambda value: print(repr(value))}
     exec("\n".join(cell.source for cell in tagged(path, "parameters")), names)
     as_in_jupyter = {"max_columns": 20, "max_colwidth": 50, "width": 80, "precision": 6}
     with pd.option_context({f"display.{name}": value for name, value in as_in_jupyter.items()}):
