@@ -2,10 +2,12 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -46,16 +48,24 @@ def is_tagged(cell: NotebookNode, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
 
 
-def executed(cells: list[NotebookNode], folder: Path) -> list[NotebookNode]:
-    """Run cells in a kernel of their own, one after the other; an error ends it, but in a cell that is to raise one.
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[KernelManager]:
+    """A kernel for all notebooks, as half of the time of each would be imports.
 
     It is no fork, as others' kernels are: a fork of a process that took a backward pass would hang in its own.
     """
+    manager = KernelManager(kernel_name="python3")
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+def executed(cells: list[NotebookNode], folder: Path, kernel: KernelManager) -> list[NotebookNode]:
+    """Run cells in order, without names of notebooks before; an error ends it, but in a cell that is to raise one."""
+    begin = f"%reset -f\n%cd -q {folder}"
     fresh = [nbformat.v4.new_code_cell(cell.source, metadata=cell.metadata) for cell in cells]  # each with its own id
-    notebook = nbformat.v4.new_notebook(cells=fresh)
-    where = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=round(patient(LONGEST_S)), kernel_name="python3", resources=where).execute()
-    return notebook.cells
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(begin), *fresh])
+    NotebookClient(notebook, km=kernel, timeout=round(patient(LONGEST_S))).execute()
+    return notebook.cells[1:]
 
 
 def test_each_technique_that_trains_has_all_three() -> None:
@@ -65,17 +75,17 @@ def test_each_technique_that_trains_has_all_three() -> None:
         assert len({notebook_of(folder, suffix).stem.removesuffix(f"_{suffix}") for suffix in SUFFIXES}) == 1
 
 
-@pytest.mark.parametrize("folder", map(in_make_test, FOLDERS))
-def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path) -> None:
+@pytest.mark.parametrize("folder", [in_make_test(folder) for folder in FOLDERS])
+def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path, kernel: KernelManager) -> None:
     cells = [cell for cell in code_of(folder, "by_hand") if not RUNS_A_FOLDER.search(cell.source)]
     assert sum(is_tagged(cell, "by-hand") for cell in cells) >= 4
     assert any("assert" in cell.source for cell in cells)
-    executed(cells, folder)
+    executed(cells, folder, kernel)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
-def test_a_check_fails_unsolved_and_passes_solved(folder: Path) -> None:
+def test_a_check_fails_unsolved_and_passes_solved(folder: Path, kernel: KernelManager) -> None:
     unsolved, solved = code_of(folder, "exercises"), code_of(folder, "solutions")
     cells: list[NotebookNode] = []
     for before, after in zip(unsolved, solved, strict=True):
@@ -88,7 +98,7 @@ def test_a_check_fails_unsolved_and_passes_solved(folder: Path) -> None:
         elif is_tagged(before, "exercise"):
             cells.append(before)
         cells.append(after)
-    found = executed(cells, folder)
+    found = executed(cells, folder, kernel)
     tried = [cell for cell in found if is_tagged(cell, "unsolved")]
     assert len(tried) == EXERCISES
     assert all(any(output.output_type == "error" for output in cell.outputs) for cell in tried)
