@@ -19,16 +19,11 @@ SUFFIXES = ("by_hand", "exercises", "solutions")
 LONGEST_LINES = 30  # of a cell, and of a function
 LONGEST_S = 120  # of a cell
 EXERCISES = 3
-LONG = ("2.2", "2.6")  # more than a minute each, most of it starts of ranks
 RUNS_A_FOLDER = re.compile(r"^!.*\.\./run_0_", re.MULTILINE)  # which `make notebooks` does; recipes have own tests
 
 
 def id_of(folder: Path) -> str:
     return folder.parent.name[:3]
-
-
-def in_make_test(folder: Path) -> object:
-    return pytest.param(folder, id=id_of(folder), marks=pytest.mark.slow if id_of(folder) in LONG else [])
 
 
 def notebook_of(folder: Path, suffix: str) -> Path:
@@ -75,11 +70,23 @@ def test_each_technique_that_trains_has_all_three() -> None:
         assert len({notebook_of(folder, suffix).stem.removesuffix(f"_{suffix}") for suffix in SUFFIXES}) == 1
 
 
-@pytest.mark.parametrize("folder", [in_make_test(folder) for folder in FOLDERS])
+@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
 def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path, kernel: KernelManager) -> None:
+    """The sections up to `The same in this repository`; the mistakes and measurements after it are slow."""
+    cells = cells_of(folder, "by_hand")
+    headings = [number for number, cell in enumerate(cells) if cell.source.startswith("## ")]
+    (last,) = (number for number in headings if "The same in this repository" in cells[number].source.splitlines()[0])
+    end = next(number for number in headings if number > last)
+    proof = [cell for cell in cells[:end] if cell.cell_type == "code"]
+    assert sum(is_tagged(cell, "by-hand") for cell in proof) >= 4
+    assert any("assert" in cell.source for cell in proof)
+    executed(proof, folder, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
+def test_mistakes_and_measurements_are_as_the_text_says(folder: Path, kernel: KernelManager) -> None:
     cells = [cell for cell in code_of(folder, "by_hand") if not RUNS_A_FOLDER.search(cell.source)]
-    assert sum(is_tagged(cell, "by-hand") for cell in cells) >= 4
-    assert any("assert" in cell.source for cell in cells)
     executed(cells, folder, kernel)
 
 
