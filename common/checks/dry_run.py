@@ -37,7 +37,7 @@ from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
 
 SMALL_DEPTHS = (2, 3)
-REAL_STEP = f"or take the real step with `{command_here('preflight')}`"
+REAL_STEP = "or take the real step with `{}`"  # of the folder in which a user stands when it is said
 # what configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
 
@@ -103,7 +103,8 @@ def check_can_be_faked(run: RunConfig) -> None:
         option = f"--parallel {run.parallel}"
     else:
         return
-    raise NotPlannedError(f"{why}: ask `{command_here('planner')} {option}`, {REAL_STEP}.")
+    instead = REAL_STEP.format(command_here("preflight"))
+    raise NotPlannedError(f"{why}: ask `{command_here('planner')} {option}`, {instead}.")
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -141,7 +142,7 @@ def _depth(config: PretrainedConfig) -> int:
     if len(depths) != 1:
         raise NotPlannedError(
             f"The stacks of this {config.model_type} have {sorted(depths)} layers, but a dry run needs equal ones: ask "
-            f"`{command_here('planner')}`, {REAL_STEP}."
+            f"`{command_here('planner')}`, {REAL_STEP.format(command_here('preflight'))}."
         )
     return depths.pop()
 

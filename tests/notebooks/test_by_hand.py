@@ -95,7 +95,9 @@ def test_by_hand_is_equal_to_the_library_and_to_this_repository(folder: Path, ke
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [folder for folder in FOLDERS if id_of(folder) in LONG], ids=id_of)
 def test_mistakes_and_measurements_are_as_the_text_says(folder: Path, kernel: KernelManager) -> None:
-    executed(whole_of(folder), folder, kernel)
+    whole, proof = whole_of(folder), proof_of(folder)
+    assert any("assert" in cell.source for cell in whole[len(proof) :])  # an error in a cell ends it
+    executed(whole, folder, kernel)
 
 
 @pytest.mark.slow
