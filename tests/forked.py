@@ -23,6 +23,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from inspect import signature
 from multiprocessing import forkserver
@@ -52,6 +53,8 @@ OURS = re.compile(r"common(\.|$)|my_")
 """Modules that each program imports anew."""
 CUT_SHORT = "CUT_SHORT"
 """A variable of the environment: the program, and ranks that it starts, measure and flush less."""
+TAKES_BACKWARD_PASSES = "TAKES_BACKWARD_PASSES"
+"""A variable of the environment: the kernel does, before it starts programs."""
 MOST_FILES = 4096
 CLONE_NEWUTS, CLONE_NEWNET = 0x0400_0000, 0x4000_0000
 EXECUTE_PARAMETERS = list(signature(subprocess.Popen._execute_child).parameters)[2:]
@@ -151,6 +154,24 @@ class ForkingPopen(subprocess.Popen):
         self._child_created = True
         ends = (wanted.p2cread, wanted.p2cwrite, wanted.c2pread, wanted.c2pwrite, wanted.errread, wanted.errwrite)
         self._close_pipe_fds(*ends)
+
+
+def fork_programs_from_here() -> None:
+    """Have `subprocess.run` start programs as forks of this process as it is now.
+
+    A fork of a process that took a backward pass would hang in its own: PyTorch's threads are not there.
+    """
+    here = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+    here.submit(os.getpid).result()  # it forks only now
+
+    def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+        return here.submit(_run_program, command, cwd=os.getcwd(), **options).result()
+
+    subprocess.run = run
+
+
+def _run_program(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+    return subprocess.run(command, **options)  # of the process that was forked, where nothing replaced it
 
 
 def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,20 @@ class ForkedKernel(Forked):
             time.sleep(0.01)
 
 
-@pytest.fixture
-def forked_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start kernels as forks."""
+@contextmanager
+def kernels_forked(log: Path, variables: Mapping[str, str]) -> Iterator[None]:
+    """Have Jupyter start kernels as forks, with further variables of the environment; their own output goes to `log`."""
 
     def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
-        return ForkedKernel(
-            command[command.index("-f") :], Path(cwd).absolute(), {**env, CUT_SHORT: "1"}, tmp_path / "kernel.log"
-        )
+        return ForkedKernel(command[command.index("-f") :], Path(cwd).absolute(), {**env, **variables}, log)
 
-    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)
+        yield
+
+
+@pytest.fixture
+def forked_kernels(tmp_path: Path) -> Iterator[None]:
+    """Start kernels as forks, whose runs are short."""
+    with kernels_forked(tmp_path / "kernel.log", {CUT_SHORT: "1"}):
+        yield

@@ -1,6 +1,7 @@
 """An IPython kernel in a fork of the server of tests/forked.py: as ipykernel_launcher starts it, with libraries loaded.
 
-In a session of its own, as Jupyter ends a kernel by its process group. Programs that it starts are forks of it.
+In a session of its own, as Jupyter ends a kernel by its process group. Programs that it starts are forks of it; those of
+a kernel that takes backward passes are forks of it as it was at its start.
 """
 
 import atexit
@@ -12,7 +13,7 @@ import sys
 import accelerate.launchers
 import matplotlib
 
-from tests.forked import ForkingPopen
+from tests.forked import TAKES_BACKWARD_PASSES, ForkingPopen, fork_programs_from_here
 
 
 def leave_the_kernel(_: subprocess.Popen) -> None:
@@ -28,6 +29,8 @@ if __name__ == "__main__":
     os.setsid()
     ForkingPopen.in_child = leave_the_kernel
     accelerate.launchers.are_libraries_initialized = lambda *_: []  # although bitsandbytes is there
+    if TAKES_BACKWARD_PASSES in os.environ:
+        fork_programs_from_here()
     del sys.path[0]  # this folder
     sys.argv[0] = "ipykernel_launcher.py"
     matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"  # MPLBACKEND was read before

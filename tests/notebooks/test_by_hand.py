@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from common.base.paths import REPOSITORY
+from tests.forked import TAKES_BACKWARD_PASSES
+from tests.notebooks.conftest import kernels_forked
 from tests.pace import patient
 
 FOLDERS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/by_hand"))
@@ -19,7 +21,7 @@ SUFFIXES = ("by_hand", "exercises", "solutions")
 LONGEST_LINES = 30  # of a cell, and of a function
 LONGEST_S = 120  # of a cell
 EXERCISES = 3
-LONG = ("2.2", "2.6", "3.1")  # whose mistakes and measurements after the proof take half a minute more
+LONG = ("2.6", "3.1", "3.2", "3.4")  # of which the rest takes a quarter of a minute more than the proof
 RUNS_A_FOLDER = re.compile(r"^!.*\.\./run_0_", re.MULTILINE)  # which `make notebooks` does; recipes have own tests
 
 
@@ -45,12 +47,11 @@ def is_tagged(cell: NotebookNode, tag: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[KernelManager]:
-    """A kernel for all notebooks, as half of the time of each would be imports.
-
-    It is no fork, as others' kernels are: a fork of a process that took a backward pass would hang in its own.
-    """
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
+    """A kernel for all notebooks; it and the ranks that they start are forks, as most of their time would be imports."""
     manager = KernelManager(kernel_name="python3")
+    with kernels_forked(tmp_path_factory.mktemp("kernel") / "kernel.log", {TAKES_BACKWARD_PASSES: "1"}):
+        manager.start_kernel()
     yield manager
     manager.shutdown_kernel(now=True)
 
