@@ -28,7 +28,7 @@ from contextlib import suppress
 from inspect import signature
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tests.pace import patient
@@ -273,4 +273,7 @@ def _run_as_main(arguments: list[str]) -> None:
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
         sys.argv = arguments
-        runpy.run_path(arguments[0], run_name="__main__")
+        # not by runpy, which drops the module at its end: a process group that goes while a rank fails waits for ever
+        module = sys.modules["__main__"] = ModuleType("__main__")
+        module.__file__ = arguments[0]
+        exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(module))

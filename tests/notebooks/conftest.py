@@ -32,7 +32,7 @@ class ForkedKernel(Forked):
 
 @contextmanager
 def kernels_forked(log: Path, variables: Mapping[str, str]) -> Iterator[None]:
-    """Have Jupyter start kernels as forks, with further variables of the environment; their own output goes to `log`."""
+    """Have Jupyter start kernels as forks, with further variables of the environment; they print to `log`."""
 
     def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
         return ForkedKernel(command[command.index("-f") :], Path(cwd).absolute(), {**env, **variables}, log)

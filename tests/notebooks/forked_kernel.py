@@ -1,7 +1,7 @@
 """An IPython kernel in a fork of the server of tests/forked.py: as ipykernel_launcher starts it, with libraries loaded.
 
-In a session of its own, as Jupyter ends a kernel by its process group. Programs that it starts are forks of it; those of
-a kernel that takes backward passes are forks of it as it was at its start.
+In a session of its own, as Jupyter ends a kernel by its process group. Programs that it starts are forks of it; those
+of a kernel that takes backward passes are forks of it as it was at its start.
 """
 
 import atexit

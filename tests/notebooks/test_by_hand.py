@@ -48,7 +48,7 @@ def is_tagged(cell: NotebookNode, tag: str) -> bool:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
-    """A kernel for all notebooks; it and the ranks that they start are forks, as most of their time would be imports."""
+    """A kernel for all notebooks; it and the ranks they start are forks, as most of their time would be imports."""
     manager = KernelManager(kernel_name="python3")
     with kernels_forked(tmp_path_factory.mktemp("kernel") / "kernel.log", {TAKES_BACKWARD_PASSES: "1"}):
         manager.start_kernel()
