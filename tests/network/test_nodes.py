@@ -103,19 +103,19 @@ def test_ddp_on_two_machines_with_a_disk_each_is_one_device(two_hosts: Callable,
         assert (second.results / path).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "ranks", "settings", "alike"),
     [
-        pytest.param(FSDP, 2, ("--dp_replicate_size", "1"), (), id="one model", marks=pytest.mark.slow),
+        pytest.param(FSDP, 2, ("--dp_replicate_size", "1"), (), id="one model"),
         pytest.param(FSDP, 2, ("--dp_replicate_size", "2"), (), id="a copy on each machine"),
-        pytest.param(FSDP, 1, ("--parallel", "zero3"), (), id="zero3", marks=(pytest.mark.slow, needs_deepspeed)),
+        pytest.param(FSDP, 1, ("--parallel", "zero3"), (), id="zero3", marks=needs_deepspeed),
         # a pipeline pads its rows, and so takes them in another order
         pytest.param(
-            PP, 1, ("--micro_batches", "4", "--batch_size", f"{GLOBAL_BATCH}"), ("--padding_free", "no"), id="pp",
-            marks=pytest.mark.slow,
+            PP, 1, ("--micro_batches", "4", "--batch_size", f"{GLOBAL_BATCH}"), ("--padding_free", "no"), id="pp"
         ),
     ],
-)  # fmt: skip
+)
 def test_parts_of_a_model_on_two_machines_are_one_device(
     two_hosts: Callable,
     one_device: Callable,

@@ -101,7 +101,6 @@ def test_mistakes_and_measurements_are_as_the_text_says(folder: Path, kernel: Ke
     executed(whole, folder, kernel)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=id_of)
 def test_a_check_fails_unsolved_and_passes_solved(folder: Path, kernel: KernelManager) -> None:
     unsolved, solved = code_of(folder, "exercises"), code_of(folder, "solutions")

@@ -104,11 +104,10 @@ def copy_of(path: Path) -> object:
 
 @pytest.fixture
 def what_it_needs(path: Path, request: pytest.FixtureRequest) -> None:
-    """DeepSpeed; and forks of kernel and ranks but for the first `notebook_launcher`, which starts as for a user."""
+    """DeepSpeed; and forks of kernel and ranks."""
     if "zero" in id_of(path):  # of a notebook, or of its folder
         request.getfixturevalue("needs_deepspeed")
-    if path.name != FIRST[1] or path not in SOURCES:
-        request.getfixturevalue("forked_kernels")
+    request.getfixturevalue("forked_kernels")
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -181,6 +180,17 @@ def test_there_are_notebooks() -> None:
 @pytest.mark.parametrize("path", [*map(in_make_test, TRAINING), *map(copy_of, COPIES)])
 def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     """Each technique's first ones with somebody else's rows, and copies with the repository's."""
+    check_that_it_runs(path, tmp_path)
+
+
+@pytest.mark.slow
+def test_notebook_launcher_starts_ranks_as_for_a_user(tmp_path: Path) -> None:
+    """In a kernel and ranks that import their libraries themselves."""
+    (path,) = (each for each in SOURCES if each.name == FIRST[1])
+    check_that_it_runs(path, tmp_path)
+
+
+def check_that_it_runs(path: Path, tmp_path: Path) -> None:
     asked = small_run(path) | (on_this_machine(path) if path in COPIES else own_data(path, tmp_path))
     execute(path, tmp_path, asked)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
