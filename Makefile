@@ -107,7 +107,7 @@ siblings: $(RUNS) ## copy each technique's first run folder to the others, but f
 lab: .venv/.has-notebooks $(RUNS) ## the notebooks, in the browser
 	@$(BIN)/jupyter lab
 
-notebooks: .venv/.has-notebooks $(RUNS) ## run every notebook for the CPU from top to bottom and keep its outputs
+notebooks: .venv/.has-notebooks deepspeed ## run every notebook for the CPU from top to bottom and keep its outputs
 	@PATH=$(BIN):$$PATH $(BIN)/jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS) \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='["kernelspec"]' \
