@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Measured:
     """Of each test: the seconds that it and what it sets up took, None if it was skipped, and whether it is slow.
 
-    They are seconds of the reference machine (`tests/pace.py`), as the limits are. Those of `make soak` alone are left out.
+    They are seconds of the reference machine (`tests/pace.py`), as the limits are. Those of `make soak` alone are left
+    out.
     """
 
     def __init__(self, file: Path) -> None:
