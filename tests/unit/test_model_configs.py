@@ -30,7 +30,12 @@ ROUNDED = {"smolvlm-instruct": 2_250_000_000, "idefics3-8b-llama3": 8_460_000_00
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
 INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
 OF_PACKAGE = {"smollm2-135m": 134_515_008}  # counted in what `make real` writes
-COUNTS = {**PUBLISHED, **INVENTED, **OF_PACKAGE, **{name: pytest.approx(count, rel=0.002) for name, count in ROUNDED.items()}}
+COUNTS = {
+    **PUBLISHED,
+    **INVENTED,
+    **OF_PACKAGE,
+    **{name: pytest.approx(count, rel=0.002) for name, count in ROUNDED.items()},
+}
 
 
 def parameters(config: transformers.PreTrainedConfig, name: str) -> int:
