@@ -55,20 +55,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class Measured:
     """Of each test: the seconds that it and what it sets up took, None if it was skipped, and whether it is slow.
 
-    They are seconds of the reference machine (`tests/pace.py`), as the limits are. Those of `make soak` alone are left
-    out.
+    Those of `make soak` alone are left out.
     """
 
     def __init__(self, file: Path) -> None:
         self.file, self.seconds, self.slow = file, dict[str, float | None](), set[str]()
-        slowness()  # now, that tests have not begun
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test's set-up, call or end."""
         if "soak" in report.keywords:
             return
-        before, own = self.seconds.get(report.nodeid, 0.0), report.duration / slowness()
-        self.seconds[report.nodeid] = None if report.skipped or before is None else before + own
+        before = self.seconds.get(report.nodeid, 0.0)
+        self.seconds[report.nodeid] = None if report.skipped or before is None else before + report.duration
         if "slow" in report.keywords:
             self.slow.add(report.nodeid)
 

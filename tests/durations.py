@@ -4,9 +4,9 @@
     python -m tests.durations --replace FILE ...    the same of all tests, instead of what was kept; say what was added
     python -m tests.durations --slice               which slow tests the slice has, and which it leaves out
 
-`tests/durations.json` has seconds of the reference machine (`tests/pace.py`) per file for fast tests, and per test for
-slow ones. `make test-all` renews it. A slice has half of the slow tests, the other half after the next commit, and
-those that directly import what changed since then, or run a changed technique folder, as far as `SLICE_MINUTES` go.
+`tests/durations.json` has seconds per file for fast tests, and per test for slow ones. `make test-all` renews it. A
+slice has half of the slow tests, the other half after the next commit, and those that directly import what changed
+since then, or run a changed technique folder, as far as `SLICE_MINUTES` go.
 """
 
 import argparse
