@@ -40,7 +40,7 @@ RUN = RunConfig(
     num_train_epochs=3,
     learning_rate=1e-5,
     per_device_eval_batch_size=8,
-    gradient_checkpointing=True,  # (3) without it rows of 1,024 tokens do not fit
+    gradient_checkpointing=True,  # (4) without it rows of 1,024 tokens do not fit
     lora_dropout=0.0,  # none of its 196 masks is drawn and kept in a pass
 )
 

@@ -15,7 +15,7 @@ def footnote(row: Row) -> str:
     if row["status"] == NOT_PUBLISHED:
         copy = _folder_like(row)
         return f"P{row['figures'][1:]}." + (
-            f" The same settings here{_if_not_run(copy)}: {_notebook(copy)}." if copy else ""
+            f" The same settings here{_if_not_run(copy)}: {_notebook(copy, 'nblaunch')}." if copy else ""
         )
     seeds = row.get("seeds", [row])
     shown = next((run for run in seeds if run["config"]["seed"] == RunConfig.seed), row)
