@@ -13,9 +13,9 @@ from common.reporting.rows import NOT_RUN, Row, kind_of
 def footnote(row: Row) -> str:
     """Return where a row comes from, with links from a technique's folder."""
     if row["status"] == NOT_PUBLISHED:
-        copy = _folder_like(row)
+        copy, launcher = _folder_like(row), "" if "task" in row else "nblaunch"  # as the chats' were started
         return f"P{row['figures'][1:]}." + (
-            f" The same settings here{_if_not_run(copy)}: {_notebook(copy, 'nblaunch')}." if copy else ""
+            f" The same settings here{_if_not_run(copy)}: {_notebook(copy, launcher)}." if copy else ""
         )
     seeds = row.get("seeds", [row])
     shown = next((run for run in seeds if run["config"]["seed"] == RunConfig.seed), row)
