@@ -88,3 +88,4 @@ def test_a_run_that_is_asked_after_training_goes_on_to_its_end(start: Callable) 
     run.wait_until(lambda: "save and reload ..." in run.output, 90)
     run.process.send_signal(signal.SIGUSR1)
     run.finish()
+    assert run.record["status"] == "completed"
