@@ -152,16 +152,18 @@ class ProgressReport(TrainerCallback):
         self.training_loss = logs.get("loss", self.training_loss)
         if not self.is_main or VALIDATION_LOSS not in logs:
             return
-        elapsed_s = time.perf_counter() - self.start_s
+        elapsed_s, step = time.perf_counter() - self.start_s, state.global_step
         if self.log_format == "json":
-            figures = {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1)}
+            figures = {"step": step, **({"loss": self.training_loss} if step else {}), "elapsed_s": round(elapsed_s, 1)}
             print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs})
             return
-        done = max(1, state.global_step - self.first_step)  # of this start; others may have been before
-        left_s = round(elapsed_s / done * (state.max_steps - state.global_step))
         accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
-        print(
-            f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "
-            f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}; {elapsed_s:.0f} s"
-            f"{f', about {left_s} s left' if left_s else ''}"
-        )
+        validated = f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}"
+        if not step:
+            print(f"before training: {validated}")
+            self.start_s = time.perf_counter()
+            return
+        done = max(1, step - self.first_step)  # of this start; others may have been before
+        left_s = round(elapsed_s / done * (state.max_steps - step))
+        left = f", about {left_s} s left" if left_s else ""
+        print(f"step {step}/{state.max_steps}: loss {self.training_loss:.4f}, {validated}; {elapsed_s:.0f} s{left}")

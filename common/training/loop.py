@@ -184,8 +184,10 @@ class TrainingLoop:
             self.saver.begin(self.state)
         if self.saver and self.saver.resumes_from:
             self._resume()
-        self.work.reporting_s += time.perf_counter() - start_s
         self._tell("on_train_begin")
+        if self.saver and not self.saver.resumes_from:
+            self._validate_before()
+        self.work.reporting_s += time.perf_counter() - start_s
         for epoch in range(self.state.global_step // self.steps_per_epoch, self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
             first = self.state.global_step - epoch * self.steps_per_epoch  # of the epoch, after a checkpoint
@@ -298,6 +300,12 @@ class TrainingLoop:
         yield
         self.reach("load")
         self.work.reporting_s += time.perf_counter() - start_s
+
+    def _validate_before(self) -> None:
+        """Log what training starts from; no checkpoint is chosen by it."""
+        self.reach("validation")
+        self._log(self.validate())
+        self.reach("load")
 
     def evaluate(self) -> dict[str, float]:
         """Validate, tell callbacks of it, and return the metrics."""

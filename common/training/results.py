@@ -86,7 +86,8 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         [[entry["step"], entry[name]] for entry in history if name in entry]
         for name in ("loss", VALIDATION_LOSS, ACCURACY)
     )
-    of_classes = {"validation_accuracies": accuracies, "best_accuracy": max((v for _, v in accuracies), default=None)}
+    best_accuracy = max((value for step, value in accuracies if step), default=None)  # step 0 is before training
+    of_classes = {"validation_accuracies": accuracies, "best_accuracy": best_accuracy}
     return {
         "world": world,
         "effective_batch_size": run.effective_batch_size,
@@ -100,7 +101,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         **loop.updates.figures(),
         "training_losses": losses,
         "validation_losses": validation_losses,
-        "best_validation_loss": min(loss for _, loss in validation_losses),
+        "best_validation_loss": min(loss for step, loss in validation_losses if step),
         **(of_classes if accuracies else {}),
         "checkpoints": {
             "best": Path(state.best_model_checkpoint or "").name,

@@ -1,0 +1,69 @@
+"""A sweep takes half the steps of its grid, goes on where it was interrupted, and refuses what cannot be early."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME, load_record
+from common.sweep import STATE, sweep_of
+from tests.forked import run_forked
+
+FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
+RATES = ("1e-4", "1e-3", "1e-2", "30")
+FEW = ("--validation_rows", "9", "--train_rows", "32", "--per_device_train_batch_size", "4")
+
+
+def swept(folder: Path, *arguments: str) -> tuple[int, str]:
+    log = folder / "sweep.log"
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "common.sweep", FOLDER, *arguments, "--results_root", str(folder)]
+    code = run_forked(command, REPOSITORY, {**os.environ, "OMP_NUM_THREADS": "1"}, log, 300)
+    return code, log.read_text()
+
+
+@pytest.mark.slow
+def test_the_better_half_goes_on_twice_and_a_second_call_runs_nothing(tmp_path: Path) -> None:
+    asked = ("--learning_rate", *RATES, "--steps", "16", *FEW)
+    code, said = swept(tmp_path, *asked)
+    assert code == 0, said
+    found = json.loads((tmp_path / "results" / "sweep" / STATE).read_text())["losses"]
+    losses = {name: {int(step): loss for step, loss in of_run.items()} for name, of_run in found.items()}
+    assert all({0, 4} <= of_run.keys() for of_run in losses.values())
+    after = {
+        step: sorted((of_run[step], name) for name, of_run in losses.items() if step in of_run) for step in (4, 8, 16)
+    }
+    assert [name for _, name in after[4][:2]] == sorted(
+        (name for _, name in after[8]), key=lambda name: losses[name][4]
+    )
+    ((_, best),) = after[16]
+    assert best == after[8][0][1]
+    record = load_record(tmp_path / "results" / f"sweep-{best}" / RECORD_NAME)
+    assert (record["status"], record["steps"]) == ("completed", 16)
+    assert record["best_validation_loss"] == min(loss for step, loss in losses[best].items() if step)
+    assert re.search(rf"best: .*--learning_rate {best.partition('-')[2]}", said)
+    code, again = swept(tmp_path, *asked)
+    assert code == 0
+    assert again.partition("\n\n")[2] == said.partition("\n\n")[2]
+    assert swept(tmp_path, "--learning_rate", *RATES, "--steps", "20", *FEW)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--learning_rate", "1e-3"), "nothing to choose"),
+        (("--learning_rate", "1e-3", "1e-3"), "nothing to choose"),
+        (("--learning_rate", "0", "1e-3"), "learning_rate is 0"),
+        (("--learning_rate", "1e-4", "1e-3", "--lora_r", "0"), "lora_r is 0"),
+        (("--learning_rate", "1e-4", "1e-3", "--steps", "6"), "multiple of 4"),
+        (("--learning_rate", "1e-4", "1e-3", "--at_once", "0"), "at_once is 0"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
+    with pytest.raises(BadInputError, match=says):
+        sweep_of([FOLDER, *arguments])
