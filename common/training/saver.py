@@ -284,9 +284,9 @@ class SaveSchedule(TrainerCallback):
     """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
     `pause_at_step` and a SIGUSR1 also ask for one, after which the run ends. Ranks have clocks of their own, may get
-    the signal at different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last
-    full state, but at most 20 s apart, after each validation and after the last step: they turn the minutes that are
-    left into steps, at the slowest rank's pace, and hear whether one was asked.
+    the signal at different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps
+    since the last full state, but at most 20 s apart, after each validation and after the last step: they turn the
+    minutes that are left into steps, at the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
