@@ -12,7 +12,7 @@ from trl import TrlParser
 from common.base.errors import BadInputError, closest, reading, shortened
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
-from common.base.settings import GROUPS
+from common.base.settings import BY_MODEL, GROUPS
 
 HELP_COLUMNS, HELP_INDENT = 100, 34
 
@@ -165,4 +165,8 @@ def parse_overrides(
     `further_options` are those that the caller has read already.
     """
     asked = settings_parser(defaults, further_options=further_options).settings(arguments)
-    return defaults.changed_to(**{name: value for name, value in asked.items() if value != getattr(defaults, name)})
+    changes = {name: value for name, value in asked.items() if value != getattr(defaults, name)}
+    is_rate_asked = asked["learning_rate"] is not defaults.learning_rate  # argparse returns the default itself
+    if "model" in changes and not is_rate_asked and defaults.goal.learns_answers:
+        changes["learning_rate"] = BY_MODEL
+    return defaults.changed_to(**changes)

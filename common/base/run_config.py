@@ -33,7 +33,7 @@ PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
 # the names of folders that were set aside: earlier runs, unfinished ones, and damaged checkpoints
 SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
 LARGEST = 2**31 - 1  # what the libraries below count with
-OF_FILES = ("model", "data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
+OF_FILES = ("model", "data", "forgetting_data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
 LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
 
@@ -55,6 +55,11 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 def names_in(setting: str) -> tuple[str, ...]:
     """Return the names that stand in a setting with commas between."""
     return tuple(name.strip() for name in setting.split(","))
+
+
+def is_expression(target_modules: str) -> bool:
+    """Return whether targets are given by a regular expression, and not by names."""
+    return re.fullmatch(r"[\w.,\s-]*", target_modules) is None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ AT_LEAST_1 = Range(lambda value: value >= 1, ", but must be at least 1: pass --{
 AT_LEAST_2 = Range(lambda value: value >= 2, ", but must be at least 2: pass --{name} 2.")
 ABOVE_0 = Range(lambda value: value > 0, ", but must be above 0, such as {default}.")
 STEPS_OR_SHARE = Range(lambda value: value < 1 or value % 1 == 0, ": pass a whole number of steps, or a share below 1.")
+BY_MODEL = -1.0  # a learning rate that the model's width and the technique give
+ABOVE_0_OR_BY_MODEL = Range(
+    lambda value: value > 0 or value == BY_MODEL, ", but must be above 0, such as {default}, or -1: by the model."
+)
 FRACTION = Range(lambda value: 0 <= value < 1, ", but is a fraction: pass a number from 0 up to, not with, 1.")
 AT_LEAST_1_OR_ALL = Range(lambda value: value == -1 or value >= 1, ": pass a number of at least 1, or -1 for all.")
 HELD = Range(lambda value: value <= 2**16, ", but no run has more than 65,536 at once: pass fewer, such as {default}.")
@@ -182,7 +186,12 @@ class TrainingSettings:
     gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", *HELD_1)
     num_train_epochs: int = setting(6, "Passes over the training rows.", AT_LEAST_1)
     max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.", AT_LEAST_1_OR_ALL)
-    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.", ABOVE_0)
+    learning_rate: float = setting(
+        1e-3,
+        "Peak learning rate, after warm-up and before scaling; -1 = by the model's width, as for conversations where "
+        "another --model is passed and no rate.",
+        ABOVE_0_OR_BY_MODEL,
+    )
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
     )
@@ -210,12 +219,21 @@ class AdapterSettings:
 
     _argument_group_name = "adapters"
     target_modules: str = setting(
-        "all-linear", "Linear layers to adapt or train, with commas; all-linear (but the head), or all (full)."
+        "all-linear",
+        "Linear layers to adapt or train, with commas, or a regular expression that their whole names match; "
+        "all-linear (but the head), or all (full).",
     )
     freeze_vision_tower: bool = setting(True, "With visual_questions: false = the tower is trained, too.", PICTURES)
     lora_r: int = setting(8, "Rank of the adapters.", *HELD_1, ADAPTERS, aliases=("--lora_rank", "--lora-rank"))
-    lora_alpha: int = setting(64, "Adapters are multiplied by lora_alpha / sqrt(lora_r).", AT_LEAST_1, ADAPTERS)
+    lora_alpha: float = setting(64.0, "Adapters are multiplied by lora_alpha / sqrt(lora_r).", ABOVE_0, ADAPTERS)
+    use_rslora: bool = setting(True, "false = adapters are multiplied by lora_alpha / lora_r instead.", ADAPTERS)
     lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", FRACTION, ADAPTERS)
+    trainable_token_indices: str = setting(
+        "",
+        "Numbers of tokens, with commas, whose embeddings are trained beside the adapters, as of new control tokens.",
+        ADAPTERS,
+        OnlyFor("single and ddp", lambda run: run.parallelism.is_single or run.parallelism.replicates),
+    )
 
 
 @dataclass(frozen=True)
@@ -302,6 +320,12 @@ class EvaluationSettings:
         OnlyFor("tasks without pairs of answers, whose rewards compare with what the base finds of them",
                 lambda run: not run.goal.compares),
     )  # fmt: skip
+    forgetting_data: str = setting(
+        "",
+        "File or folder of other texts or conversations, whose loss before and after tells what was forgotten; empty "
+        "= those in assets/general; none = do not measure it.",
+        OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
+    )
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )

@@ -50,6 +50,7 @@ from common.records.store import default_run_name
 from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
+from common.tasks.forgetting import general_rows, is_measured
 from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
@@ -77,6 +78,8 @@ def check_inputs(run: RunConfig) -> RunConfig:
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), digests_of(splits))
+    if is_measured(run):
+        general_rows(run, tokenizer)
     check_tokens(splits, tokenizer, run)
     check_rows_readable(run, splits, tokenizer)
     return check_placement_and_memory(run, splits, tokenizer)

@@ -77,6 +77,15 @@ def _read_splits(run: RunConfig, place: Path | None, kind: RowKind) -> Splits:
     return hold_out(rows, source, kind.belongs_to)
 
 
+def all_rows(run: RunConfig, source: str) -> list[Row]:
+    """Read every row of a file or folder here, whatever its splits, as rows of the run's task."""
+    kind, place = row_kind(run), find_here(source)
+    if place is None:
+        raise BadInputError(f"The file or folder {source} does not exist here or in the repository: correct it.")
+    found = _splits_of_source(str(place), kind, run)
+    return [row for each in found.values() for row in checked(*each, kind)]
+
+
 def _chosen_splits(there: dict[str, str], source: str, run: RunConfig) -> dict[str, str]:
     """Return what a source calls the splits of a run, and say which of `there`, with their places, are others."""
     chosen = {}

@@ -1,5 +1,6 @@
 """What a model's family asks for, before its weights load: other defaults, and refusals of what cannot work."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of
+from common.base.settings import BY_MODEL
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.separate_rows import separates_rows
@@ -27,7 +29,7 @@ def suited_to_model(run: RunConfig) -> RunConfig:
     """Return the run with defaults changed that cannot work with its model, said once; what was asked for stays."""
     config = checked_config(run)
     check_heads(run)
-    for suited in (_attention, _padding, _targets, _dropout, _device_map):
+    for suited in (_attention, _padding, _targets, _dropout, _device_map, _rate):
         changes, why = suited(run, config)
         run = replace(run, **changes)
         if why:
@@ -78,6 +80,25 @@ def _device_map(run: RunConfig, config: PretrainedConfig) -> Changes:
     if not is_balanced or is_known_architecture(run.model, run.model_revision):
         return {}, ""
     return {"device_map": "even"}, f"device_map is even, as the closed form does not know the kind {config.model_type}"
+
+
+def _rate(run: RunConfig, config: PretrainedConfig) -> Changes:
+    """Choose a learning rate where none was passed with another model.
+
+    "LoRA Without Regret" (Schulman and Thinking Machines Lab 2025): of full fine-tuning 5e-5 x (2000 / width) ^ 0.781,
+    the exponent of the Llama models, or 0.0775 of Qwen's; of LoRA ten times that, where adapters are multiplied by
+    32 / rank. Adam's steps do not depend on the gradients' size: with another factor the rate changes inversely.
+    """
+    if run.learning_rate != BY_MODEL:
+        return {}, ""
+    width = config.get_text_config().hidden_size
+    rate = 5e-5 * (2000 / width) ** (0.0775 if config.model_type.startswith("qwen") else 0.781)
+    if run.method.has_adapters:
+        factor = run.lora_alpha / (math.sqrt(run.lora_r) if run.use_rslora else run.lora_r)
+        rate *= 10 * (32 / run.lora_r) / factor
+    rate = float(f"{rate:.1e}")
+    rule = f"the rule for {run.method.label} and a width of {width}"
+    return {"learning_rate": rate}, f"learning_rate is {rate:g}, by {rule} (--learning_rate takes another)"
 
 
 def check_heads(run: RunConfig) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError, begin_of, closest
-from common.base.run_config import RunConfig, names_in
+from common.base.run_config import RunConfig, is_expression, names_in
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 
@@ -55,6 +55,8 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
     part, takes_all = language_part(model), run.target_modules == "all-linear"
     layers = layers_called(model, run.target_modules, with_head=not takes_all)
     _refuse_tied(model, layers)
+    if is_expression(run.target_modules):
+        return list(layers)
     if not part:
         return "all-linear" if takes_all else list(run.target_names)
     chosen = sorted({name.rpartition(".")[2] for name in layers}) if takes_all else run.target_names
@@ -71,6 +73,8 @@ def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool =
     }  # fmt: skip
     if target_modules == "all-linear":
         return linears
+    if is_expression(target_modules):
+        return _matching(linears, target_modules)
     targets = names_in(target_modules)
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linears):
@@ -82,6 +86,34 @@ def layers_called(model: PreTrainedModel, target_modules: str, with_head: bool =
             )
     endings = tuple(f".{target}" for target in targets)
     return {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
+
+
+def _matching(linears: dict[str, torch.nn.Module], expression: str) -> dict[str, torch.nn.Module]:
+    try:
+        found = {name: linear for name, linear in linears.items() if re.fullmatch(expression, name)}
+    except re.error as error:
+        raise BadInputError(f"target_modules is {expression!r}, no regular expression ({error}): correct it.") from None
+    if not found:
+        raise BadInputError(
+            f"target_modules is {expression!r}, which no linear layer's whole name fits: they are such as "
+            f"{next(iter(linears))}."
+        )
+    return found
+
+
+def token_indices(model: PreTrainedModel, run: RunConfig) -> list[int] | None:
+    """Return the numbers of the tokens whose embeddings are trained beside the adapters, as PEFT takes them.
+
+    Raises:
+        BadInputError: the model has no token of such a number.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    indices = names_in(run.trainable_token_indices) if run.trainable_token_indices else ()
+    for index in indices:
+        if not index.isdecimal() or int(index) >= vocabulary:
+            numbers = f"tokens have numbers from 0 to {vocabulary - 1}"
+            raise BadInputError(f"trainable_token_indices has {index!r}, but {numbers}: correct it.")
+    return list(map(int, indices)) or None
 
 
 def _refuse_tied(model: PreTrainedModel, layers: dict[str, torch.nn.Module]) -> None:
@@ -104,7 +136,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     A vision-language model gets them in its language layers alone; its tower and connector are trained in full or not.
 
     Raises:
-        BadInputError: the model has no linear layer of such a name, or one whose weights another module has, too.
+        BadInputError: the model has no linear layer or token of such a name, or one whose weights another module has.
     """
     config = LoraConfig(
         task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
@@ -112,9 +144,10 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
-        use_rslora=True,
+        use_rslora=run.use_rslora,
         init_lora_weights="gaussian",
         target_modules=lora_targets(model, run),
+        trainable_token_indices=token_indices(model, run),
     )
     try:
         adapted = get_peft_model(model, config, revision=run.model_revision or None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.base.errors import NotPlannedError
-from common.base.run_config import RunConfig
+from common.base.run_config import RunConfig, is_expression
 from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
@@ -320,7 +320,12 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
 
     A batch is filled up until the micro-batches divide it (`PipelineParallel.fill`). `evaluation`: what the other
     phases work on; None: rows like those of the batch.
+
+    Raises:
+        NotPlannedError: layers are named by a regular expression, which the shapes of a model do not tell.
     """
+    if is_expression(run.target_modules):
+        raise NotPlannedError(f"target_modules is {run.target_modules!r}: layers are planned by their names alone.")
     batch = with_tiles(run, batch)
     filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
     targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}

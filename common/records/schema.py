@@ -50,7 +50,7 @@ Scores = _keys({
         ("similarity_score?", "similarity_score_tuned?", "similarity_score_minilm?", "shuffled_score?",
          "shuffled_score_minilm?", "facts_said_share?", "commonest_facts_said_share?", "swapped_facts_said_share?",
          "preference_accuracy?", "chosen_reward?", "reward_margin?", "invented_dates_share?", "undated_share?",
-         "words?"),
+         "words?", "general_loss?", "answer_drift?"),
         Score | None,
     ),
     "facts_said_share_by_kind?": dict[Text, Score | None],

@@ -61,6 +61,8 @@ ANSWER_METRICS = (
     Metric("facts_said_share", "fact recall", "higher", "{:.0%}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
+    Metric("general_loss", "loss on other texts", "lower", "{:.3f}"),
+    Metric("answer_drift", "drift of other answers", "lower", "{:.3f}"),
 )
 
 

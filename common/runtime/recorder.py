@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -42,6 +43,7 @@ class RunRecorder:
         writes: Whether this rank writes what all ranks have: one does on each disk.
         row_digests: Of each split that is learnt from or chosen by, for its checkpoints; empty = they are not known.
         step: How many optimizer steps were taken, once training has begun.
+        forgetting: What the model made of other texts before (`common.tasks.forgetting`), where that is measured.
         keeps: Whether anything is kept: reports, validations, checkpoints; of a `Trial` nothing is.
         repeats: Whether every batch has all rows, in order, as in a `Trial` of the longest ones.
     """
@@ -67,6 +69,7 @@ class RunRecorder:
         self.row_digests: dict[str, str] = {}
         self.data: dict[str, int] | None = None
         self.step: Callable[[], int] | None = None
+        self.forgetting: Any | None = None
         self.callbacks: list[TrainerCallback] = []
         if run.nodes > 1 and rank.is_main:
             disks = "one disk, which all machines share" if len(self.results.hosts) == 1 else "each machine's own disk"

@@ -14,7 +14,7 @@ from common.serving.tuned_runs import TunedRun
 CARD_NAME = "README.md"
 SETTINGS = ("technique", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "optim", "precision",
             "max_length", "train_on", "seed")  # fmt: skip
-ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "target_modules")
+ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules")
 SCORES = {
     "similarity_score": "similarity score (1 - cosine, lower is better)",
     "similarity_score_minilm": "the same by MiniLM",

@@ -30,6 +30,7 @@ MADE_BY_RUNS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "fan_in_fan_out", "modules_to_save",
     "target_modules", "target_parameters", "rank_pattern", "alpha_pattern",
+    "trainable_token_indices",
 }  # fmt: skip
 AGAIN = "Repeat the run, or take the adapter as it was saved."
 PATTERNS = ("target_modules", "rank_pattern", "alpha_pattern")

@@ -17,6 +17,7 @@ KEPT = (
     "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
     "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
     "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
+    "use_rslora", "trainable_token_indices",
 )  # fmt: skip
 """Settings that a resumed run shares; others show in rows, ranks and steps, or may change, such as when to save."""
 
