@@ -1,55 +1,66 @@
-"""Measure what your_own_data.md shows: `python docs/measure.py` makes each run that has no record in docs/records yet.
+"""Measure what pages of docs show: each run that has no record yet is made, and its record kept.
 
-There are two series, both on the embedded data and base: the number of training rows, and the learning rate. Every run
-takes the same number of steps, so that runs differ in nothing but what the series is about. Two runs go on at a time:
-no table shows their times.
+python docs/measure.py         # your_own_data.md: the embedded base and data, by rows and by learning rate
+python docs/measure.py --real  # real_model.md: SmolLM2-135M on docstrings, by technique, learning rate and rank
+
+Runs of a study take the same number of steps, and differ in nothing but what it is about. Two go on at a time.
 """
 
+import argparse
 import shutil
 import sys
 from itertools import product
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import NamedTuple
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.records.store import RECORD_NAME, STUDY, keep_record, load_record
+from common.models.smollm2 import SMOLLM2
+from common.records.store import REAL, RECORD_NAME, STUDY, keep_record, load_record
 from common.runtime.launchers import stream_command
 
-FOLDERS = {"lora": "2.1_lora_finetuning/run_0_cpu_x1", "full": "2.4_full_finetuning/run_0_cpu_x1"}
+FOLDERS = {
+    "lora": "2.1_lora_finetuning/run_0_cpu_x1",
+    "lora-ddp": "2.2_lora_finetuning_with_ddp/run_0_cpu_x2",
+    "qlora": "2.3_qlora_finetuning/run_0_cpu_x1",
+    "full": "2.4_full_finetuning/run_0_cpu_x1",
+}
 ALL_ROWS, STEPS = 819, 312  # six epochs of all rows
 ROWS = (50, 100, 200, 400, ALL_ROWS)
 LEARNING_RATES = (1e-4, 1e-3, 1e-2)
-SEEDS = (42,)
 PROCESSES = 2
 MERGE_CHECK = "the reloaded merged model differ"
 """Of the sentence of `largest_difference` in common/models/merging.py."""
 
+REAL_SETTINGS = {
+    "model": SMOLLM2,
+    "data": "assets/docstrings",
+    "max_steps": 40,
+    "eval_steps": 10,
+    "validation_rows": 48,
+    "test_rows": 20,
+}
+REAL_RATES = {"lora": (1e-4, 3e-4, 1e-3), "qlora": (3e-4,), "full": (3e-5, 1e-4, 3e-4), "lora-ddp": (3e-4,)}
+SEEDS = {"lora": 3e-4, "full": 1e-4}
+"""Techniques that are measured with three seeds, at this rate."""
+
 
 class Trial(NamedTuple):
-    """One run of a series."""
+    """One run of a study, by its name there, and the settings by which it differs from its folder's."""
 
-    seed: int
     technique: str
-    rows: int
-    learning_rate: float
+    name: str
+    settings: dict[str, object]
 
-    @property
-    def name(self) -> str:
-        """The run's name, such as `lora-rows100-lr0.001-seed42`."""
-        return f"{self.technique}-rows{self.rows}-lr{self.learning_rate:g}-seed{self.seed}"
-
-    def run(self) -> None:
+    def run(self, study: str) -> None:
         """Train and keep the record, unless there is one; also that of a run whose merge fails at too high a rate.
 
         Raises:
             RuntimeError: it failed otherwise.
         """
-        if (REPOSITORY / STUDY / f"{self.name}.json").exists():
+        if (REPOSITORY / study / f"{self.name}.json").exists():
             return
-        settings = {"train_rows": self.rows, "learning_rate": self.learning_rate, "seed": self.seed,
-                    "max_steps": STEPS, "report_to": "none", "run_name": self.name}  # fmt: skip
+        settings = {**self.settings, "report_to": "none", "run_name": self.name}
         options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         folder = REPOSITORY / FOLDERS[self.technique]
         results = folder / "results" / self.name
@@ -57,24 +68,53 @@ class Trial(NamedTuple):
         try:
             stream_command([sys.executable, "-m", "common.launch", str(folder), *options], cwd=REPOSITORY)
         except RuntimeError:
-            if not failed_at_merge(results):
+            file = results / RECORD_NAME
+            if not (file.exists() and MERGE_CHECK in (load_record(file).get("error") or "")):
                 raise
-        keep_record(results, REPOSITORY / STUDY)
+        keep_record(results, REPOSITORY / study)
 
 
-def failed_at_merge(results: Path) -> bool:
-    """Return whether a run trained to its end, and its merged model then was not what was trained."""
-    file = results / RECORD_NAME
-    return file.exists() and MERGE_CHECK in (load_record(file).get("error") or "")
+def own_data_trials() -> list[Trial]:
+    """Return the runs by the number of rows and by the learning rate, on the embedded base, without repeats."""
+    usual, seed = RunConfig.learning_rate, RunConfig.seed
+    wanted = dict.fromkeys([*product(ROWS, [usual]), *product([ALL_ROWS], LEARNING_RATES)])
+    return [
+        Trial(technique, f"{technique}-rows{rows}-lr{rate:g}-seed{seed}",
+              {"train_rows": rows, "learning_rate": rate, "seed": seed, "max_steps": STEPS})
+        for (rows, rate), technique in product(wanted, ("lora", "full"))
+    ]  # fmt: skip
 
 
-def trials() -> list[Trial]:
-    """Return the runs of both series, without repeats; seed by seed, so that what is there after each can be read."""
-    usual = RunConfig.learning_rate
-    wanted = [*product(ROWS, [usual]), *product([ALL_ROWS], LEARNING_RATES)]
-    return [Trial(seed, name, *each) for seed, each, name in product(SEEDS, dict.fromkeys(wanted), FOLDERS)]
+def real_trials() -> list[Trial]:
+    """Return the runs of a real model, with steps of eight rows."""
+    usual = [(name, rate, 8, RunConfig.seed) for name, rates in REAL_RATES.items() for rate in rates]
+    ranks = [("lora", rate, 32, RunConfig.seed) for rate in REAL_RATES["lora"][:2]]
+    seeds = [(name, rate, 8, seed) for name, rate in SEEDS.items() for seed in (7, 8)]
+    return [_real_trial(*each) for each in (*usual, *ranks, *seeds)]
+
+
+def _real_trial(technique: str, rate: float, rank: int, seed: int) -> Trial:
+    rows = 4 if technique == "lora-ddp" else 8
+    own = {"learning_rate": rate, "seed": seed, "per_device_train_batch_size": rows}
+    adapters = {} if technique == "full" else {"lora_r": rank}
+    ranked = "" if technique == "full" else f"-r{rank}"
+    return Trial(technique, f"real-{technique}{ranked}-lr{rate:g}-seed{seed}", {**REAL_SETTINGS, **own, **adapters})
+
+
+def main() -> None:
+    """Make the runs of a study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", action="store_true", help="the study of the real model (`make real` fetches it)")
+    is_real = parser.parse_args().real
+    study = REAL if is_real else STUDY
+    one_rank, several = [], []
+    for trial in real_trials() if is_real else own_data_trials():
+        (several if trial.technique == "lora-ddp" else one_rank).append(trial)
+    with ThreadPool(PROCESSES) as pool:
+        pool.map(lambda trial: trial.run(study), one_rank, chunksize=1)
+    for trial in several:
+        trial.run(study)
 
 
 if __name__ == "__main__":
-    with ThreadPool(PROCESSES) as pool:
-        pool.map(Trial.run, trials(), chunksize=1)
+    main()

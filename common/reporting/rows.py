@@ -59,6 +59,7 @@ class Metric:
 # Of answers to questions; the one to look at first before the others
 ANSWER_METRICS = (
     Metric("facts_said_share", "fact recall", "higher", "{:.0%}"),
+    Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
     Metric("general_loss", "loss on other texts", "lower", "{:.3f}"),

@@ -139,10 +139,19 @@ class Evaluation:
         asked = sum(row["facts"] for row in rows)
         return sum(row[said] for row in rows) / asked if asked else None
 
+    def rouge_l(self) -> float | None:
+        """Return ROUGE-L of the answers where rows name no facts, by which their content could be told; else None."""
+        if self.facts_share() is not None:
+            return None
+        from common.tasks.summarization import rouge_scores  # here: it imports datasets, which takes 2 seconds
+
+        written, references = ([answer[column] for answer in self.answers] for column in ("answer", "reference"))
+        return rouge_scores(written, references)["rougeL"]
+
     def __str__(self) -> str:
-        minilm, share = self.mean("similarity_score_minilm"), self.facts_share()
+        minilm, share, rouge_l = self.mean("similarity_score_minilm"), self.facts_share(), self.rouge_l()
         judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
-        facts = "" if share is None else f", fact recall {share:.0%}"
+        facts = f", ROUGE-L {rouge_l:.3f}" if share is None else f", fact recall {share:.0%}"
         return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
 
     def summary(self) -> dict[str, float | int | None]:
@@ -151,6 +160,7 @@ class Evaluation:
         return {
             **{column: self.mean(column) for column in (*by_judge, "shuffled_score", "shuffled_score_minilm")},
             "facts_said_share": self.facts_share(),
+            **({} if (rouge_l := self.rouge_l()) is None else {"rougeL": rouge_l}),
             "questions": len(self.answers),
         }
 
