@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 # What runs measured of each test, before it is kept in tests/durations.json.
 MEASURED := .venv/measured
 
-.PHONY: demo install gpu-check deepspeed real test test-slice test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
+.PHONY: demo install gpu-check deepspeed real records-real test test-slice test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -58,6 +58,9 @@ record: $(RUNS) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run
 
 records: $(RUNS) ## run every kept record's command again, on a quiet machine, and keep the new records; FOLDERS="2.1_... 2.6_..."
 	@$(BIN)/python -m bench.repeat $(FOLDERS)
+
+records-real: real ## the runs of docs/real_model.md that have no record yet: under 3 hours on two cores
+	@$(BIN)/python docs/measure.py --real
 
 tables: $(RUNS) ## render the pages' tables from the records
 	@$(BIN)/python -m common.report --write

@@ -33,32 +33,32 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def tasks_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the harness's tasks.
+def tasks_of(options: argparse.Namespace) -> Any:
+    """Return the harness's `TaskManager`, once it has read the rows of all tasks.
 
     Raises:
         BadInputError: the harness has no such task, or its rows cannot be read.
     """
-    from lm_eval.tasks import TaskManager, get_task_dict  # here: it is an extra
+    from lm_eval.tasks import TaskManager  # here: it is an extra
 
     manager = TaskManager(include_path=options.include_path)
-    known = set(manager.all_tasks)
     for task in options.tasks:
-        if task not in known:
+        if task not in manager.all_tasks:
             raise BadInputError(
                 f"tasks has {task!r}, which the harness does not know: `python -m lm_eval ls tasks` lists all, and "
                 "--include_path takes a folder with your own."
             )
     try:
-        return get_task_dict(options.tasks, manager)
+        manager.load(options.tasks)
     except Exception as error:  # of `datasets`, of the Hub, or of a task's own code
+        names = ", ".join(options.tasks)
         raise BadInputError(
-            f"The rows of {', '.join(options.tasks)} cannot be read ({first_sentence(error)}): tasks of the Hub need a "
-            "network once."
+            f"The rows of {names} cannot be read ({first_sentence(error)}): tasks of the Hub need a network once."
         ) from error
+    return manager
 
 
-def scores_of(options: argparse.Namespace, tasks: dict[str, Any]) -> dict[str, Scores]:
+def scores_of(options: argparse.Namespace, manager: Any) -> dict[str, Scores]:
     """Return what the harness finds of the base and of the tuned model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -71,8 +71,8 @@ def scores_of(options: argparse.Namespace, tasks: dict[str, Any]) -> dict[str, S
         with entered():
             answering = HFLM(pretrained=model, tokenizer=models.tokenizer, batch_size=options.batch_size)
             found[name] = simple_evaluate(
-                answering, tasks=list(tasks.values()), limit=options.limit, num_fewshot=options.num_fewshot,
-                apply_chat_template=options.apply_chat_template, log_samples=False,
+                answering, tasks=options.tasks, task_manager=manager, limit=options.limit,
+                num_fewshot=options.num_fewshot, apply_chat_template=options.apply_chat_template, log_samples=False,
             )["results"]  # fmt: skip
     return found
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, summarization, tasks
+from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, real, summarization, tasks
 from bench.tables.chats import planner_says
 from bench.tables.markdown import WIDEST, as_list, as_markdown, with_footnotes
 from bench.tables.table import Table
@@ -29,7 +29,7 @@ DEMO_LINES = (
     "upper bound at the same effective batch",
 )
 
-MODULES = (chats, full, qlora, tasks, summarization, findings, publications, own_data, outcomes)
+MODULES = (chats, full, qlora, tasks, summarization, findings, publications, own_data, real, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 
 

@@ -32,6 +32,7 @@ from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
 DEFAULT_ROWS_PER_EPOCH = 10_000
+ROOMY_SHARE = 0.25  # of a device, that validation and answers may take whatever training takes
 
 
 class Highest(NamedTuple):
@@ -185,8 +186,9 @@ class Plan:
     def with_rows_chosen(self) -> "Plan":
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
-        At least one row; one where training does not fit. A phase that is above training with one row already may fill
-        the device, by the safe figure: its models are, say a judge beside a tiny base.
+        At least one row; one where training does not fit. Up to `ROOMY_SHARE` of the device no phase need be below
+        training: a small model would answer row by row for nothing. A phase that is above training with one row already
+        may fill the device, by the safe figure: its models are, say a judge beside a tiny base.
         """
         if self.job.evaluation is None:
             return self
@@ -197,7 +199,7 @@ class Plan:
 
         def fits_beside(rows: int) -> bool:
             return all(
-                each.likely_share <= self._training_share
+                each.likely_share <= max(self._training_share, ROOMY_SHARE)
                 or (one.likely_share > self._training_share and each.share <= 1)
                 for one, each in zip(alone._beside_training, evaluating(rows)._beside_training, strict=True)
             )
