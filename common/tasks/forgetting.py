@@ -5,7 +5,7 @@ KL(base || model), the divergence of the model's distribution over the vocabular
 itself it is 0. The embedded base is asked what it was trained on; any other model about everyday things.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div
@@ -78,35 +78,45 @@ class Forgetting:
         ]
         self.answers = list(tokens_of(rows, self.tokenizer, self.run))
 
-        def kept(numbers: list[int]) -> list[None]:
+        def kept(numbers: list[int]) -> list[tuple[float, int]]:
             self.of_base |= {n: learnt_logits(base, self.answers[n])[0].log_softmax(-1).cpu() for n in numbers}
-            return [None] * len(numbers)
+            return [(0.0, 1)] * len(numbers)
 
-        predict_rows(self.log, list(map(tokens_in, self.answers)), "distributions", "before", kept, base)
-        self._measured("before", base)
+        self._mean_over(self.answers, "distributions", "before", kept, base)
+        self.figures["before"] = {"general_loss": self._loss("before", base), "answer_drift": 0.0}
 
     def after(self, tuned: PreTrainedModel) -> None:
         """Measure the tuned model's loss, and how far its distributions have moved from the base's."""
-        self._measured("after", tuned)
-        if self.log.rank.is_main:
-            loss, now = self.figures["before"]["general_loss"], self.figures["after"]
-            drift = f"answers drift by {now['answer_drift']:.3f} nats a token"
-            print(f"other texts: loss {loss:.3f} -> {now['general_loss']:.3f}; {drift}")
 
-    def _measured(self, when: str, model: PreTrainedModel) -> None:
+        def drifts(numbers: list[int]) -> list[tuple[float, int]]:
+            found = ((learnt_logits(tuned, self.answers[n])[0].cpu(), self.of_base[n]) for n in numbers)
+            return [(drift_of(logits, of_base), len(logits)) for logits, of_base in found]
+
+        drift = self._mean_over(self.answers, "drifts", "after", drifts, tuned)
+        self.figures["after"] = {"general_loss": self._loss("after", tuned), "answer_drift": drift}
+        if self.log.rank.is_main:
+            losses = " -> ".join(f"{each['general_loss']:.3f}" for each in self.figures.values())
+            print(f"other texts: loss {losses}; answers to other questions drift by {drift:.3f} nats a token")
+
+    def _loss(self, when: str, model: PreTrainedModel) -> float:
         def losses(numbers: list[int]) -> list[tuple[float, int]]:
             found = (learnt_logits(model, self.texts[n]) for n in numbers)
             return [(cross_entropy(*each, reduction="sum").item(), len(each[1])) for each in found]
 
-        def drifts(numbers: list[int]) -> list[tuple[float, int]]:
-            found = ((learnt_logits(model, self.answers[n])[0].cpu(), self.of_base[n]) for n in numbers)
-            return [(drift_of(logits, of_base), len(logits)) for logits, of_base in found]
+        return self._mean_over(self.texts, "other texts", when, losses, model)
 
-        measured = {"general_loss": ("texts", self.texts, losses), "answer_drift": ("drifts", self.answers, drifts)}
-        self.figures[when] = {
-            name: _mean(predict_rows(self.log, list(map(tokens_in, rows)), what, when, measure, model))
-            for name, (what, rows, measure) in measured.items()
-        }
+    def _mean_over(
+        self,
+        rows: Sequence[Tokens],
+        what: str,
+        when: str,
+        measure: Callable[[list[int]], list[tuple[float, int]]],
+        model: PreTrainedModel,
+    ) -> float:
+        """Return the mean of a token, where `measure` returns the sum and the number of tokens of each row."""
+        found = predict_rows(self.log, list(map(tokens_in, rows)), what, when, measure, model)
+        total, tokens = map(sum, zip(*found, strict=True))
+        return total / tokens
 
 
 @torch.no_grad()
@@ -122,8 +132,3 @@ def learnt_logits(model: PreTrainedModel, row: Tokens) -> tuple[torch.Tensor, to
 def drift_of(logits: torch.Tensor, of_base: torch.Tensor) -> float:
     """Return the sum over positions of KL(base || model), of shapes (positions, vocabulary); `of_base` are logs."""
     return kl_div(logits.log_softmax(-1), of_base, reduction="sum", log_target=True).item()
-
-
-def _mean(sums: Iterable[tuple[float, int]]) -> float:
-    total, tokens = map(sum, zip(*sums, strict=True))
-    return total / tokens

@@ -36,7 +36,8 @@ def test_the_loss_is_transformers_own_and_only_a_changed_model_drifts(run_config
     own = base(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss
     logits, labels = learnt_logits(base, row)
     assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(own.item(), rel=1e-5)
-    assert forgetting.figures["before"]["answer_drift"] == pytest.approx(0, abs=1e-6)
+    forgetting.after(base)
+    assert forgetting.figures["after"] == pytest.approx(forgetting.figures["before"], abs=1e-6)
     adapted = add_lora(base, run).eval()
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
