@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE, refused_in_one_sentence
-from common.base.errors import BadInputError, check_installed
+from common.base.errors import BadInputError, RunStoppedError, check_installed
 from common.base.parsing import OneSentenceParser
 from common.base.paths import command_here
 from common.base.run_config import RunConfig
@@ -100,8 +100,8 @@ class Sweep:
         """Run one combination, and return its last validation loss.
 
         Raises:
-            TrialPruned: it has fallen behind.
-            RuntimeError: it failed.
+            TrialPruned: it has fallen behind, or failed on the way.
+            RunStoppedError: it ended before its first step.
             BadInputError: it was refused.
         """
         from optuna import TrialPruned
@@ -121,7 +121,8 @@ class Sweep:
                 step, loss = figures["step"], figures[VALIDATION_LOSS]
                 print(f"{name}: step {step}/{self.steps}, validation loss {loss:.4f}", flush=True)
                 trial.report(loss, step)
-                if 0 < step < self.steps and trial.should_prune():
+                has_fallen_behind = 0 < step < self.steps and trial.should_prune()
+                if has_fallen_behind:
                     process.terminate()
                     break
             process.stdout.read()
@@ -129,11 +130,11 @@ class Sweep:
         shutil.rmtree(self.run.results_folder(f"{self.run.run_name}-{name}") / "checkpoints", ignore_errors=True)
         if process.returncode == BAD_INPUT_EXIT_CODE:
             raise BadInputError(last_line.partition("error: ")[2] or last_line)
-        if loss is not None and step < self.steps:
-            print(f"{name}: ends early")
+        if loss is None:
+            raise RunStoppedError(f"{name} ended before its first step: {last_line}")
+        if step < self.steps:
+            print(f"{name}: ends early" if has_fallen_behind else f"{name} failed: {last_line}")
             raise TrialPruned
-        if process.returncode:
-            raise RuntimeError(f"{name} failed: {last_line}")
         return loss
 
     def command_of(self, settings: dict[str, float]) -> list[str]:
@@ -239,7 +240,7 @@ def main() -> None:
     check_installed("optuna", "common.sweep", "`pip install -e '.[sweep]'` in the repository's folder")
     study = sweep.study()
     if waiting := sum(not trial.state.is_finished() for trial in study.trials):
-        study.optimize(sweep.take, n_trials=waiting, n_jobs=sweep.devices.qsize(), catch=RuntimeError)
+        study.optimize(sweep.take, n_trials=waiting, n_jobs=sweep.devices.qsize())
     place = sweep.run.results_folder(sweep.run.run_name) / PICTURE
     picture(study).savefig(place)
     chosen = [part for name, value in study.best_params.items() for part in (f"--{name}", f"{value:g}")]

@@ -39,8 +39,9 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
     trials = {each.params["learning_rate"]: each for each in load_study(study_name="sweep", storage=journal).trials}
     assert trials.keys() == set(map(float, RATES))
     losses = {rate: each.intermediate_values for rate, each in trials.items()}
+    assert losses.pop(30.0).keys() == {0}  # its gradients are not finite
     assert all({0, 4} <= of_run.keys() for of_run in losses.values())
-    assert sum(max(of_run) for of_run in losses.values()) < 4 * 16
+    assert sum(max(of_run) for of_run in losses.values()) < 3 * 16
     whole = [rate for rate, each in trials.items() if each.state is TrialState.COMPLETE]
     best = min(whole, key=lambda rate: losses[rate][16])
     record = load_record(tmp_path / "results" / f"sweep-learning_rate-{best:g}" / RECORD_NAME)
