@@ -11,13 +11,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import REPOSITORY, is_embedded
 from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of
 from common.base.settings import BY_MODEL
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.separate_rows import separates_rows
+from common.models.smollm2 import SMOLLM2
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
 
@@ -34,6 +35,11 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         run = replace(run, **changes)
         if why:
             say_once(f"{run.model}: {why}")
+    if run.goal.chats and run.weights == "pretrained" and is_embedded(run.model) and not is_embedded(run.data):
+        say_once(
+            f"{run.model} knows sentences about a museum and nothing else: for other rows pass --model {SMOLLM2} (`make "
+            "real` fetches it once), or a model of your own"
+        )
     return run
 
 

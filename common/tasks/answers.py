@@ -150,9 +150,10 @@ class Evaluation:
 
     def __str__(self) -> str:
         minilm, share, rouge_l = self.mean("similarity_score_minilm"), self.facts_share(), self.rouge_l()
-        judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
+        judged = "" if minilm is None else f"{minilm:.3f} by MiniLM, "
         facts = f", ROUGE-L {rouge_l:.3f}" if share is None else f", fact recall {share:.0%}"
-        return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
+        by_base = f"{self.mean('similarity_score'):.3f} by the base itself"
+        return f"similarity score {judged}{by_base} (distances: lower is better){facts}"
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the metrics for the record."""

@@ -1,0 +1,82 @@
+"""Compare PEFT's variants of LoRA on the real model (`make real`): the same 40 steps, each at two learning rates.
+
+python -m bench.variants                                  # every run that has no record yet, one after the other
+python -m bench.variants dora --learning_rate 5e-4        # one of them
+"""
+
+import argparse
+import subprocess
+import sys
+from itertools import product
+
+from peft import LoraConfig, OFTConfig, PeftConfig, get_peft_model
+
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.run_start import run_started
+from common.models.smollm2 import SMOLLM2
+from common.records.store import keep_record
+from common.training.loop import TrainingLoop
+from common.training.steps import evaluate_after, evaluate_before, load, record, sum_up
+
+RECORDS = "docs/records/variants"
+ON = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, **ON}
+VARIANTS: dict[str, PeftConfig] = {
+    "lora": LoraConfig(**LORA),
+    "rank-stabilized": LoraConfig(use_rslora=True, **LORA),
+    "dora": LoraConfig(use_dora=True, **LORA),
+    "pissa": LoraConfig(init_lora_weights="pissa_niter_16", **LORA),
+    "oft": OFTConfig(oft_block_size=32, **ON),
+}
+RATES = (2e-4, 1e-3)
+RUN = RunConfig(
+    run_folder="2.1_lora_finetuning/run_0_cpu_x1",
+    model=SMOLLM2,
+    data="assets/docstrings",
+    per_device_train_batch_size=8,
+    max_steps=40,
+    eval_steps=10,
+    validation_rows=48,
+    test_rows=20,
+    report_to="none",
+)
+
+
+def compare(run: RunConfig, config: PeftConfig) -> None:
+    """Train one variant by 2.1's loop, and record it."""
+    with run_started(run) as log:
+        model, tokenizer, data = load(log)
+        before = evaluate_before(log, tokenizer, data, model=model)
+        with log.phase("build trainer"):
+            loop = TrainingLoop(get_peft_model(model, config), tokenizer, data, log)
+        with log.phase("training"):
+            for step in loop.steps():
+                for batch, _ in step:
+                    loop.loss(batch, step.label_count).backward()
+                loop.update()
+        trained = sum_up(loop)
+        after = evaluate_after(log, loop.model.merge_and_unload().eval(), tokenizer, data)
+        record(log, before, after, **trained)
+        keep_record(log.folder, REPOSITORY / RECORDS)
+
+
+def main() -> None:
+    """Run one variant, or each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variant", nargs="?", choices=VARIANTS, help="one of PEFT's; without it: all")
+    parser.add_argument("--learning_rate", type=float, help="of the one variant")
+    options = parser.parse_args()
+    if options.variant:
+        name = f"variant-{options.variant}-lr{options.learning_rate:g}"
+        run = RUN.changed_to(learning_rate=options.learning_rate, run_name=name)
+        compare(run, VARIANTS[options.variant])
+        return
+    for variant, rate in product(VARIANTS, RATES):
+        if not (REPOSITORY / RECORDS / f"variant-{variant}-lr{rate:g}.json").exists():
+            command = [sys.executable, "-m", "bench.variants", variant, "--learning_rate", str(rate)]
+            subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+if __name__ == "__main__":
+    main()
