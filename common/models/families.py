@@ -36,10 +36,8 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         if why:
             say_once(f"{run.model}: {why}")
     if run.goal.chats and run.weights == "pretrained" and is_embedded(run.model) and not is_embedded(run.data):
-        say_once(
-            f"{run.model} knows sentences about a museum and nothing else: for other rows pass --model {SMOLLM2} (`make "
-            "real` fetches it once), or a model of your own"
-        )
+        said = f"{run.model} knows sentences about a museum and nothing else: for other rows pass --model {SMOLLM2}"
+        say_once(f"{said} (`make real` fetches it once), or a model of your own")
     return run
 
 
