@@ -27,6 +27,7 @@ from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.tasks.forgetting import look_after, look_before
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
 from common.training.steps import Metrics, Tokenizer, sum_up
@@ -98,6 +99,7 @@ def evaluate_before(
     if not has_room and log.rank.is_main:
         print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
     with log.phase("baseline evaluation"):
+        look_before(log, model, tokenizer)
         return evaluate(model, tokenizer, data.test, judges_before(log, model, tokenizer, has_room), log, "before")
 
 
@@ -137,6 +139,7 @@ def evaluate_after(
 ) -> dict[str, Evaluation | None]:
     """Evaluate what was trained (`after`), and the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
+        look_after(log, merged.tuned)
         judges = judges_after(log, merged.tuned, tokenizer, merged)
         found = {
             "after": evaluate(merged.tuned, tokenizer, data.test, judges, log, "after"),

@@ -91,7 +91,8 @@ def _rate(run: RunConfig, config: PretrainedConfig) -> Changes:
 
     "LoRA Without Regret" (Schulman and Thinking Machines Lab 2025): of full fine-tuning 5e-5 x (2000 / width) ^ 0.781,
     the exponent of the Llama models, or 0.0775 of Qwen's; of LoRA ten times that, where adapters are multiplied by
-    32 / rank. Adam's steps do not depend on the gradients' size: with another factor the rate changes inversely.
+    32 / rank, and A starts with a standard deviation of 1 / sqrt(3 x width). Adam's steps do not depend on the
+    gradients' size: with another factor, and another start (ours: 1 / rank), the rate changes inversely.
     """
     if run.learning_rate != BY_MODEL:
         return {}, ""
@@ -99,7 +100,7 @@ def _rate(run: RunConfig, config: PretrainedConfig) -> Changes:
     rate = 5e-5 * (2000 / width) ** (0.0775 if config.model_type.startswith("qwen") else 0.781)
     if run.method.has_adapters:
         factor = run.lora_alpha / (math.sqrt(run.lora_r) if run.use_rslora else run.lora_r)
-        rate *= 10 * (32 / run.lora_r) / factor
+        rate *= 10 * (32 / run.lora_r) / factor * run.lora_r / math.sqrt(3 * width)
     rate = float(f"{rate:.1e}")
     rule = f"the rule for {run.method.label} and a width of {width}"
     return {"learning_rate": rate}, f"learning_rate is {rate:g}, by {rule} (--learning_rate takes another)"

@@ -164,6 +164,8 @@ class RunRecorder:
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run, with every rank's memory; call it on all ranks."""
         memory = gather_object(self.memory.figures(self.plan))
+        for when, found in (self.forgetting.figures if self.forgetting else {}).items():
+            figures["quality"][when] |= found
         cost = rent(self.gpu(), self.run.devices, sum(self.phases_s.values()) / 3600)
         record = self._record("completed", {"cost": cost, **figures, "memory": memory})
         if self.writes:

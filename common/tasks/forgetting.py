@@ -52,6 +52,19 @@ def general_rows(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Se
     return tokens, all_rows(run, str(questions))
 
 
+def look_before(log: RunRecorder, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Measure what a run's base makes of other texts and questions, where that is asked for."""
+    if is_measured(log.run):
+        log.forgetting = Forgetting(log, tokenizer)
+        log.forgetting.before(base)
+
+
+def look_after(log: RunRecorder, tuned: PreTrainedModel) -> None:
+    """Measure what the tuned model makes of them, where its base was asked, too."""
+    if log.forgetting:
+        log.forgetting.after(tuned)
+
+
 class Forgetting:
     """A run's texts and questions, and what base and tuned model made of them."""
 

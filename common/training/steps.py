@@ -14,7 +14,7 @@ from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Judge, evaluate, independent_judges
-from common.tasks.forgetting import Forgetting, is_measured
+from common.tasks.forgetting import look_after, look_before
 from common.training.export import (
     DeviceMap,
     save as save,  # a step, too
@@ -58,9 +58,7 @@ def evaluate_before(
         base, judged_by = model or load_answering(log.run, log.rank), []
         if log.run.goal.is_judged:
             judged_by = [[Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]]
-        if is_measured(log.run):
-            log.forgetting = Forgetting(log, tokenizer)
-            log.forgetting.before(base)
+        look_before(log, base, tokenizer)
         found = score(base, tokenizer, data.test, *judged_by, log, "before")
         if model is None:
             free_model(base)
@@ -102,14 +100,11 @@ def evaluate_after(
 
     with log.phase("final evaluation"):
         judged_by = [judges()] if log.run.goal.is_judged else []
-        if log.forgetting:
-            log.forgetting.after(tuned)
+        look_after(log, tuned)
         return score(tuned, tokenizer, data.test, *judged_by, log, "after")
 
 
 def record(log: RunRecorder, before: Any, after: Any, **figures: object) -> Record:
     """Write the record of the run: what was asked, what the evaluations found, and all other `figures`."""
-    general = log.forgetting.figures if log.forgetting else {}
     found = {"before": before, "after": after}
-    quality = {when: each.summary() | general.get(when, {}) for when, each in found.items() if each}
-    return log.complete(quality=quality, **figures)
+    return log.complete(quality={when: each.summary() for when, each in found.items() if each}, **figures)
