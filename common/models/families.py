@@ -100,7 +100,7 @@ def _rate(run: RunConfig, config: PretrainedConfig) -> Changes:
     rate = 5e-5 * (2000 / width) ** (0.0775 if config.model_type.startswith("qwen") else 0.781)
     if run.method.has_adapters:
         factor = run.lora_alpha / (math.sqrt(run.lora_r) if run.use_rslora else run.lora_r)
-        rate *= 10 * (32 / run.lora_r) / factor * run.lora_r / math.sqrt(3 * width)
+        rate *= 10 * 32 / (factor * math.sqrt(3 * width))  # the rank is in both, and falls out
     rate = float(f"{rate:.1e}")
     rule = f"the rule for {run.method.label} and a width of {width}"
     return {"learning_rate": rate}, f"learning_rate is {rate:g}, by {rule} (--learning_rate takes another)"

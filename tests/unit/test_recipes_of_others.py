@@ -90,9 +90,9 @@ def test_a_rate_is_chosen_by_width_and_technique_where_none_was_passed(
 
     assert rate("--technique", "full") == 5e-5
     start = 16 / math.sqrt(3 * 2000)  # ours is larger by 1 / this
-    assert rate("--lora_alpha", "32", "--use_rslora", "false", "--lora_r", "16") == pytest.approx(5e-4 * start, rel=0.03)
-    assert rate("--lora_alpha", "8", "--use_rslora", "false", "--lora_r", "16") == pytest.approx(2e-3 * start, rel=0.03)
-    assert rate("--lora_alpha", "8", "--lora_r", "16") == pytest.approx(5e-4 * start, rel=0.03)
+    for alpha, is_rank_stabilized, expected in ((32, False, 5e-4), (8, False, 2e-3), (8, True, 5e-4)):
+        asked = ("--lora_r", "16", "--lora_alpha", f"{alpha}", "--use_rslora", f"{is_rank_stabilized}".lower())
+        assert rate(*asked) == pytest.approx(expected * start, rel=0.03)
     assert rate("--learning_rate", f"{run_config.learning_rate}") == run_config.learning_rate
     assert "learning_rate is 5e-05" in capsys.readouterr().out
 
