@@ -40,8 +40,8 @@ REAL_SETTINGS = {
     "validation_rows": 48,
     "test_rows": 20,
 }
-REAL_RATES = {"lora": (3e-5, 1e-4, 3e-4, 1e-3), "qlora": (1e-4,), "full": (3e-5, 1e-4, 3e-4), "lora-ddp": (1e-4,)}
-SEEDS = {"lora": 1e-4, "full": 1e-4}
+REAL_RATES = {"lora": (3e-5, 1e-4, 3e-4, 1e-3), "qlora": (1e-4,), "full": (3e-5, 1e-4, 3e-4), "lora-ddp": (3e-5,)}
+SEEDS = {"lora": 3e-5, "full": 1e-4}
 """Techniques that are measured with three seeds, at this rate."""
 
 
@@ -88,7 +88,7 @@ def own_data_trials() -> list[Trial]:
 def real_trials() -> list[Trial]:
     """Return the runs of a real model, with steps of eight rows."""
     usual = [(name, rate, 8, RunConfig.seed) for name, rates in REAL_RATES.items() for rate in rates]
-    ranks = [("lora", 1e-4, 32, RunConfig.seed)]
+    ranks = [("lora", rate, 32, RunConfig.seed) for rate in REAL_RATES["lora"][:2]]
     seeds = [(name, rate, 8, seed) for name, rate in SEEDS.items() for seed in (7, 8)]
     return [_real_trial(*each) for each in (*usual, *ranks, *seeds)]
 
