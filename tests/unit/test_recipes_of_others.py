@@ -92,7 +92,7 @@ def test_a_rate_is_chosen_by_width_and_technique_where_none_was_passed(
     start = 16 / math.sqrt(3 * 2000)  # ours is larger by 1 / this
     for alpha, is_rank_stabilized, expected in ((32, False, 5e-4), (8, False, 2e-3), (8, True, 5e-4)):
         asked = ("--lora_r", "16", "--lora_alpha", f"{alpha}", "--use_rslora", f"{is_rank_stabilized}".lower())
-        assert rate(*asked) == pytest.approx(expected * start, rel=0.03)
+        assert rate(*asked) == pytest.approx(expected * start, rel=0.05)  # of two digits
     assert rate("--learning_rate", f"{run_config.learning_rate}") == run_config.learning_rate
     assert "learning_rate is 5e-05" in capsys.readouterr().out
 
