@@ -9,7 +9,7 @@ from importlib import import_module
 from bench.entries import save
 
 # A part is a module of that name with a function `entries`
-PARTS = ("training", "vocabulary", "scaling", "planner", "gpu")
+PARTS = ("training", "real", "vocabulary", "scaling", "planner", "gpu")
 
 
 def main() -> None:

@@ -16,12 +16,16 @@ from common.models.trained_weights import with_trained_weights
 from common.runtime import recorder
 
 TECHNIQUES = ("lora", "full")
-# Rows of an optimizer step: of the embedded rows as they are, joined to conversations, and of random tokens
-BATCH_SIZES = {"short": 16, "long": 8, "random": 2}
+# Rows of an optimizer step: of the embedded rows as they are, joined to conversations, of random tokens, and docstrings
+BATCH_SIZES = {"short": 16, "long": 8, "random": 2, "docstrings": 8}
+DOCSTRINGS = "assets/docstrings"
 # Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate
 TARGET_LOSSES = {("short", "lora"): 0.1, ("short", "full"): 0.05, ("long", "lora"): 0.5, ("long", "full"): 0.4}
 # The learning rate, of this one, its half and its double, with which a tool takes the fewest steps (seed 7)
-RATES = {("short", "lora"): 5e-4, ("short", "full"): 2e-3, ("long", "lora"): 1e-3, ("long", "full"): 4e-3}
+RATES = {
+    **{("short", "lora"): 5e-4, ("short", "full"): 2e-3, ("long", "lora"): 1e-3, ("long", "full"): 4e-3},
+    ("docstrings", "lora"): 3e-5,
+}
 # The same of tools that are best with another one
 OTHER_RATES = {
     **dict.fromkeys((("short", "lora", tool) for tool in ("trainer", "sft-best")), 1e-3),
@@ -59,6 +63,7 @@ class Trial:
         return RunConfig(
             technique=self.technique,
             model=self.model,
+            data=DOCSTRINGS if self.data == "docstrings" else RunConfig.data,
             per_device_train_batch_size=BATCH_SIZES[self.data],
             num_train_epochs=MOST_EPOCHS,
             learning_rate=OTHER_RATES.get((self.data, self.technique, self.tool), usual),
@@ -106,7 +111,7 @@ def material_of(trial: Trial) -> Material:
     """The rows of a trial's data set as tokens; where `train_rows` is set, that many, and one batch for validation."""
     if trial.data == "random":
         return random_material(trial)
-    material = load_material(trial.run) if trial.data == "short" else long_material(trial.run)
+    material = long_material(trial.run) if trial.data == "long" else load_material(trial.run)
     if trial.train_rows > 0:
         return replace(material, validation=material.validation[:VALIDATION_ROWS_AT_ONCE])
     return material

@@ -27,18 +27,18 @@ def entries(quick: bool) -> list[Entry]:
     found = []
     for data, seeds in SEEDS.items():
         for technique in TECHNIQUES[:1] if quick else TECHNIQUES:
-            outcomes = repeats(data, technique, seeds[:1] if quick else seeds, quick)
+            tools, rows = (QUICK_TOOLS, QUICK_ROWS) if quick else (tuple(TOOLS), -1)
+            outcomes = repeats(tools, seeds[:1] if quick else seeds, technique=technique, data=data, train_rows=rows)
             found += [*tool_entries(data, technique, outcomes), *ratio_entries(data, technique, outcomes)]
     return found
 
 
-def repeats(data: str, technique: str, seeds: Sequence[int], quick: bool) -> dict[str, list[Outcome]]:
+def repeats(tools: Sequence[str], seeds: Sequence[int], **trial: Any) -> dict[str, list[Outcome]]:
     """Each tool once per seed; the tools in turn, so that a drift hits all alike."""
-    tools, rows = (QUICK_TOOLS, QUICK_ROWS) if quick else (tuple(TOOLS), -1)
     outcomes: dict[str, list[Outcome]] = {tool: [] for tool in tools}
     for seed in seeds:
         for tool in tools:
-            outcomes[tool].append(measured_apart(train, **asdict(Trial(tool, technique, data, seed, rows))))
+            outcomes[tool].append(measured_apart(train, **asdict(Trial(tool, seed=seed, **trial))))
     return outcomes
 
 
@@ -59,15 +59,15 @@ def tool_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]]) 
     """Seconds to the target and tokens per second of each tool."""
     target, found = f"validation loss {TARGET_LOSSES[data, technique]:g}", []
     for tool, trials in outcomes.items():
-        name, seconds = f"{name_of(data, technique)}, {tool}", _median(trials, "seconds_to_loss")
+        name, seconds = f"{name_of(data, technique)}, {tool}", median(trials, "seconds_to_loss")
         to_loss = f"{name}: {target} not reached" if seconds is None else f"{name}: time to {target}"
-        tokens = _median(trials, "tokens_per_s")
+        tokens = median(trials, "tokens_per_s")
         found.append(measured(to_loss, seconds, "s", COMMAND))
         found.append(measured(f"{name}: non-padding tokens", tokens, "tokens per s", COMMAND))
     return found
 
 
-def _median(trials: Sequence[Outcome], figure: str) -> float | None:
+def median(trials: Sequence[Outcome], figure: str) -> float | None:
     """The median over the seeds, or None where a seed did not get there."""
     values = [trial[figure] for trial in trials]
     return None if None in values else statistics.median(values)
@@ -77,8 +77,8 @@ def ratio_entries(data: str, technique: str, outcomes: dict[str, list[Outcome]])
     """What has bars; nothing where not all tools ran."""
     if not {"ours", "bare", *SFT_SET} <= outcomes.keys():
         return []
-    seconds = {tool: _median(trials, "seconds_to_loss") for tool, trials in outcomes.items()}
-    tokens = {tool: _median(outcomes[tool], "tokens_per_s") for tool in ("ours", "bare")}
+    seconds = {tool: median(trials, "seconds_to_loss") for tool, trials in outcomes.items()}
+    tokens = {tool: median(outcomes[tool], "tokens_per_s") for tool in ("ours", "bare")}
     soonest = _soonest(seconds, [tool for tool in seconds if tool not in ("bare", "ours")])
     best_set = _soonest(seconds, SFT_SET)
     name = name_of(data, technique)

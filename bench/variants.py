@@ -1,13 +1,15 @@
 """Compare PEFT's variants of LoRA on the real model (`make real`): the same 40 steps, each at two learning rates.
 
-python -m bench.variants                                  # every run that has no record yet, one after the other
+python -m bench.variants                                  # every run that has no record yet, two at a time
 python -m bench.variants dora --learning_rate 5e-4        # one of them
 """
 
 import argparse
+import os
 import subprocess
 import sys
 from itertools import product
+from multiprocessing.pool import ThreadPool
 
 from peft import LoraConfig, OFTConfig, PeftConfig, get_peft_model
 
@@ -15,11 +17,10 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.models.smollm2 import SMOLLM2
-from common.records.store import keep_record
+from common.records.store import VARIANTS as RECORDS, keep_record
 from common.training.loop import TrainingLoop
 from common.training.steps import evaluate_after, evaluate_before, load, record, sum_up
 
-RECORDS = "docs/records/variants"
 ON = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, **ON}
 VARIANTS: dict[str, PeftConfig] = {
@@ -29,7 +30,8 @@ VARIANTS: dict[str, PeftConfig] = {
     "pissa": LoraConfig(init_lora_weights="pissa_niter_16", **LORA),
     "oft": OFTConfig(oft_block_size=32, **ON),
 }
-RATES = (2e-4, 1e-3)
+RATES = (5e-4, 2e-3)
+PROCESSES = 2
 RUN = RunConfig(
     run_folder="2.1_lora_finetuning/run_0_cpu_x1",
     model=SMOLLM2,
@@ -61,6 +63,13 @@ def compare(run: RunConfig, config: PeftConfig) -> None:
         keep_record(log.folder, REPOSITORY / RECORDS)
 
 
+def compare_apart(variant: str, rate: float) -> None:
+    """Train one variant in a process of its own, with one thread, unless it has a record."""
+    if not (REPOSITORY / RECORDS / f"variant-{variant}-lr{rate:g}.json").exists():
+        command = [sys.executable, "-m", "bench.variants", variant, "--learning_rate", str(rate)]
+        subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
 def main() -> None:
     """Run one variant, or each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,10 +81,8 @@ def main() -> None:
         run = RUN.changed_to(learning_rate=options.learning_rate, run_name=name)
         compare(run, VARIANTS[options.variant])
         return
-    for variant, rate in product(VARIANTS, RATES):
-        if not (REPOSITORY / RECORDS / f"variant-{variant}-lr{rate:g}.json").exists():
-            command = [sys.executable, "-m", "bench.variants", variant, "--learning_rate", str(rate)]
-            subprocess.run(command, cwd=REPOSITORY, check=True)
+    with ThreadPool(PROCESSES) as pool:
+        pool.starmap(compare_apart, product(VARIANTS, RATES), chunksize=1)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
         folder = Path(trainer.args.output_dir)
         asked = log.run.resume_from_checkpoint
         last = get_last_checkpoint(str(folder)) if asked in ("", LAST) and folder.is_dir() else asked or None
+        trainer.args.eval_on_start = loop.log.keeps and last is None
         trainer.train(resume_from_checkpoint=last)
         take_over(loop, trainer, last)
     return loop

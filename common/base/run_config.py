@@ -109,6 +109,12 @@ class RunConfig(
         return TASKS[self.task]
 
     @property
+    def tells_forgetting(self) -> bool:
+        """Whether other texts are looked at before and after; a model of random weights has nothing to forget."""
+        is_asked = "none" not in (self.forgetting_data, self.baseline)
+        return is_asked and self.goal.learns_answers and self.weights == "pretrained"
+
+    @property
     def target_names(self) -> tuple[str, ...]:
         """The names in `target_modules`."""
         return names_in(self.target_modules)

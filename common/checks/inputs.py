@@ -29,7 +29,7 @@ from common.data.splits import check_tokens, load_splits
 from common.data.templates import prompt_ids
 from common.hardware.devices import size_text
 from common.models.compiled_layers import check_compiler
-from common.models.families import check_quantizable, check_targets, suited_to_model
+from common.models.families import check_quantizable, check_targets, suited_to_model, warn_of_strange_rows
 from common.models.loading import (
     any_shape_config,
     check_attention,
@@ -50,7 +50,7 @@ from common.records.store import default_run_name
 from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
-from common.tasks.forgetting import general_rows, is_measured
+from common.tasks.forgetting import general_rows
 from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
@@ -78,10 +78,11 @@ def check_inputs(run: RunConfig) -> RunConfig:
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), digests_of(splits))
-    if is_measured(run):
+    if run.tells_forgetting:
         general_rows(run, tokenizer)
     check_tokens(splits, tokenizer, run)
     check_rows_readable(run, splits, tokenizer)
+    warn_of_strange_rows(run)
     return check_placement_and_memory(run, splits, tokenizer)
 
 

@@ -13,6 +13,7 @@ from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gp
 from common.planning.architectures import Architecture
 from common.planning.job import (
     OPTIMIZER_BYTES,
+    OTHER_TOKENS,
     WHY_NOT_QUANTIZED_FULL,
     BatchShape,
     EvaluationShape,
@@ -224,6 +225,7 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         beams=RunConfig.num_beams if summarizes else 1,
         judged=is_judged,
         has_independent_judge=is_judged,
+        other_tokens=OTHER_TOKENS * (task_of(options).learns_answers and not summarizes),
     )
 
 

@@ -35,10 +35,14 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         run = replace(run, **changes)
         if why:
             say_once(f"{run.model}: {why}")
+    return run
+
+
+def warn_of_strange_rows(run: RunConfig) -> None:
+    """Say that the embedded base cannot do much with other rows than its own."""
     if run.goal.chats and run.weights == "pretrained" and is_embedded(run.model) and not is_embedded(run.data):
         said = f"{run.model} knows sentences about a museum and nothing else: for other rows pass --model {SMOLLM2}"
         say_once(f"{said} (`make real` fetches it once), or a model of your own")
-    return run
 
 
 def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:

@@ -23,6 +23,7 @@ OPTIMIZER_BYTES = {
     "paged_adamw_32bit": 8,
     "sgd": 0,
 }
+OTHER_TOKENS = 96  # of a text of assets/general, at most
 LOGITS_AT_ONCE = 2**25  # of a decoder's loss in chunks of tokens: a chunk's, at most (128 MiB in fp32)
 ALL_LINEAR = ("all-linear",)  # every linear layer but the head
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
@@ -111,6 +112,7 @@ class EvaluationShape:
     has_independent_judge: bool = False  # so does a sentence encoder
     validation_rows: int = 0  # of all ranks; 0 = no fewer than a batch has
     test_rows: int = 0  # the same of the test
+    other_tokens: int = 0  # of a text that tells what was forgotten, one at a time; 0 = none does
     compared_length: int = 0  # tokens of the longest row whose logits are compared after saving; 0 = `length`
 
     @property
@@ -305,7 +307,13 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
         validation_rows=max(0, run.validation_rows),
         test_rows=max(0, run.test_rows),
+        other_tokens=tokens_of_other_texts(run) * run.tells_forgetting,
     )
+
+
+def tokens_of_other_texts(run: RunConfig) -> int:
+    """Return how many tokens a text that tells what was forgotten has at most; longer ones are cut or divided."""
+    return run.max_length if run.forgetting_data else OTHER_TOKENS
 
 
 def with_tiles(run: RunConfig, batch: BatchShape) -> BatchShape:

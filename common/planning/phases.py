@@ -212,6 +212,10 @@ class _PhaseSums:
             what = "the judge's hidden states, and what one layer makes of them"
             weights = numbers(Kind.WEIGHTS, "independent judge", JUDGE_WEIGHTS, 4)
             moments["the independent judge"] = [weights, activations(what, "T 12 H 4", size)]
+        if shape.other_tokens and self._whole.share.has_head:
+            what = "logits of another text, those that are learnt, and their fp32 copies"
+            logits = Term(Kind.LOGITS, what, "S V 8", shape.other_tokens * self.architecture.vocab * 8)
+            moments["other texts"] = [*self._layer(1, shape.other_tokens, shape.other_tokens, a), logits]
         all_moments = [(moment, [*answering, *terms]) for moment, terms in moments.items()]
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)

@@ -17,23 +17,14 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Row, Tokens, tokens_in
 from common.data.splits import all_rows, tokens_of
 from common.data.templates import prompt_ids
+from common.planning.job import tokens_of_other_texts
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import generate_answers
 from common.tasks.predictions import predict_rows
 
 GENERAL = REPOSITORY / "assets" / "general"
-AS_GIVEN = {  # other rows are not in the form of the run's own
-    **dict.fromkeys(("dataset_config", "dataset_revision", "prompt_column", "completion_column"), ""),
-    **{"train_on": "assistant", "long_texts": "cut"},
-}
-ANSWER_TOKENS = 32  # of an answer whose drift is measured, at most
-NO_DATA = "none"
-
-
-def is_measured(run: RunConfig) -> bool:
-    """Return whether a run tells what its model forgets; one of random weights knows nothing."""
-    is_asked = NO_DATA not in (run.forgetting_data, run.baseline)
-    return is_asked and run.goal.learns_answers and run.weights == "pretrained"
+QUESTIONS = 12  # whose answers are compared; the embedded base has more, as texts
+ANSWER_TOKENS = 32  # of each answer, at most
 
 
 def general_rows(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequence[Tokens], list[Row]]:
@@ -45,91 +36,97 @@ def general_rows(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Se
     texts, questions = (GENERAL / name for name in ("texts.txt", "questions.jsonl"))
     if is_embedded(run.model):
         texts = questions = GENERAL / "museum.jsonl"
-    source, run = run.forgetting_data or str(texts), run.changed_to(**AS_GIVEN)
-    tokens = tokens_of(all_rows(run, source), tokenizer, run)
+    source, reading = run.forgetting_data or str(texts), reading_of(run)
+    tokens = tokens_of(all_rows(reading, source), tokenizer, reading)
     if not tokens:
         raise BadInputError(f"forgetting_data is {source}, whose texts have a single token: give it longer ones.")
-    return tokens, all_rows(run, str(questions))
+    return tokens, all_rows(reading, str(questions))[:QUESTIONS]
+
+
+def reading_of(run: RunConfig) -> RunConfig:
+    """Return the settings by which other texts are read: the usual ones, as the run's are for rows of its own form."""
+    return RunConfig(max_length=tokens_of_other_texts(run), max_truncated_fraction=0.99)  # what is too long is left out
 
 
 def look_before(log: RunRecorder, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Measure what a run's base makes of other texts and questions, where that is asked for."""
-    if is_measured(log.run):
-        log.forgetting = Forgetting(log, tokenizer)
-        log.forgetting.before(base)
+    if log.run.tells_forgetting:
+        log.forgetting = Forgetting(log.run, tokenizer)
+        log.forgetting.before(log, base)
 
 
 def look_after(log: RunRecorder, tuned: PreTrainedModel) -> None:
     """Measure what the tuned model makes of them, where its base was asked, too."""
     if log.forgetting:
-        log.forgetting.after(tuned)
+        log.forgetting.after(log, tuned)
 
 
 class Forgetting:
     """A run's texts and questions, and what base and tuned model made of them."""
 
-    def __init__(self, log: RunRecorder, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.log, self.tokenizer = log, tokenizer
-        self.run = log.run.changed_to(**AS_GIVEN)
-        self.texts, self.questions = general_rows(log.run, tokenizer)
+    def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.texts, self.questions = general_rows(run, tokenizer)
         self.answers: list[Tokens] = []
         self.of_base: dict[int, torch.Tensor] = {}  # this rank's log-probabilities of answer tokens, by the question
         self.figures: dict[str, dict[str, float]] = {}
 
-    def before(self, base: PreTrainedModel) -> None:
+    def before(self, log: RunRecorder, base: PreTrainedModel) -> None:
         """Keep the base's answers with their distributions, and measure its loss."""
         lengths = [len(ids) for ids in prompt_ids(self.questions, self.tokenizer)]
 
         def answered(numbers: list[int]) -> list[str]:
             return generate_answers(base, self.tokenizer, [self.questions[n] for n in numbers], ANSWER_TOKENS)
 
-        answers = predict_rows(self.log, lengths, "answers to other questions", "before", answered, base)
+        answers = predict_rows(log, lengths, "answers to other questions", "before", answered, base)
         rows = [
             {**row, "messages": [*row["messages"][:-1], {"role": "assistant", "content": answer}]}
             for row, answer in zip(self.questions, answers, strict=True)
             if answer
         ]
-        self.answers = list(tokens_of(rows, self.tokenizer, self.run))
+        self.answers = list(tokens_of(rows, self.tokenizer, reading_of(log.run)))
 
-        def kept(numbers: list[int]) -> list[tuple[float, int]]:
+        def kept(numbers: list[int]) -> list[int]:
             self.of_base |= {n: learnt_logits(base, self.answers[n])[0].log_softmax(-1).cpu() for n in numbers}
-            return [(0.0, 1)] * len(numbers)
+            return numbers
 
-        self._mean_over(self.answers, "distributions", "before", kept, base)
-        self.figures["before"] = {"general_loss": self._loss("before", base), "answer_drift": 0.0}
+        predict_rows(log, list(map(tokens_in, self.answers)), "distributions", "before", kept, base)
+        self.figures["before"] = {"general_loss": self._loss(log, "before", base), "answer_drift": 0.0}
 
-    def after(self, tuned: PreTrainedModel) -> None:
+    def after(self, log: RunRecorder, tuned: PreTrainedModel) -> None:
         """Measure the tuned model's loss, and how far its distributions have moved from the base's."""
 
-        def drifts(numbers: list[int]) -> list[tuple[float, int]]:
-            found = ((learnt_logits(tuned, self.answers[n])[0].cpu(), self.of_base[n]) for n in numbers)
-            return [(drift_of(logits, of_base), len(logits)) for logits, of_base in found]
+        def drift(n: int) -> tuple[float, int]:
+            logits = learnt_logits(tuned, self.answers[n])[0].cpu()
+            return drift_of(logits, self.of_base[n]), len(logits)
 
-        drift = self._mean_over(self.answers, "drifts", "after", drifts, tuned)
-        self.figures["after"] = {"general_loss": self._loss("after", tuned), "answer_drift": drift}
-        if self.log.rank.is_main:
+        moved = _mean_over(log, self.answers, "drifts", "after", drift, tuned)
+        self.figures["after"] = {"general_loss": self._loss(log, "after", tuned), "answer_drift": moved}
+        if log.rank.is_main:
             losses = " -> ".join(f"{each['general_loss']:.3f}" for each in self.figures.values())
-            print(f"other texts: loss {losses}; answers to other questions drift by {drift:.3f} nats a token")
+            print(f"other texts: loss {losses}; answers to other questions drift by {moved:.3f} nats a token")
 
-    def _loss(self, when: str, model: PreTrainedModel) -> float:
-        def losses(numbers: list[int]) -> list[tuple[float, int]]:
-            found = (learnt_logits(model, self.texts[n]) for n in numbers)
-            return [(cross_entropy(*each, reduction="sum").item(), len(each[1])) for each in found]
+    def _loss(self, log: RunRecorder, when: str, model: PreTrainedModel) -> float:
+        def loss(n: int) -> tuple[float, int]:
+            logits, labels = learnt_logits(model, self.texts[n])
+            return cross_entropy(logits, labels, reduction="sum").item(), len(labels)
 
-        return self._mean_over(self.texts, "other texts", when, losses, model)
+        return _mean_over(log, self.texts, "other texts", when, loss, model)
 
-    def _mean_over(
-        self,
-        rows: Sequence[Tokens],
-        what: str,
-        when: str,
-        measure: Callable[[list[int]], list[tuple[float, int]]],
-        model: PreTrainedModel,
-    ) -> float:
-        """Return the mean of a token, where `measure` returns the sum and the number of tokens of each row."""
-        found = predict_rows(self.log, list(map(tokens_in, rows)), what, when, measure, model)
-        total, tokens = map(sum, zip(*found, strict=True))
-        return total / tokens
+
+def _mean_over(
+    log: RunRecorder,
+    rows: Sequence[Tokens],
+    what: str,
+    when: str,
+    measure: Callable[[int], tuple[float, int]],
+    model: PreTrainedModel,
+) -> float:
+    """Return the mean of a token, where `measure` returns the sum and the number of tokens of one row."""
+    lengths = list(map(tokens_in, rows))
+    found = predict_rows(log, lengths, what, when, lambda numbers: [measure(n) for n in numbers], model)
+    total, tokens = map(sum, zip(*found, strict=True))
+    return total / tokens
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ python (or torchrun) run_several.py JOBS.json: a list of objects with `place` (a
 `name`, `overrides`, and `logits_at_once`: of a chunk of the loss, 0 = as usual.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -30,6 +31,7 @@ def run(place: str, name: str, overrides: list[str], results_root: str) -> None:
     )
     module.workflow(read([*overrides, "--results_root", results_root, "--run_name", name]))
     end_rank()
+    gc.collect()  # a loop and its callbacks know each other: its weights would go at any time of the next run
 
 
 if __name__ == "__main__":

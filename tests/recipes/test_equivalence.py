@@ -379,11 +379,11 @@ def largest_difference(mine: Weights, theirs: Weights) -> float:
 
 
 def loss_difference(one: Trained, other: Trained, steps: int) -> float:
-    """Relative, of the steps' losses and of the validations after each."""
+    """Relative, of the steps' losses and of the validations, before the first and after each."""
     found = []
     for kind in ("training_losses", "validation_losses"):
         mine, theirs = one.losses(kind), other.losses(kind)
-        assert len(mine) == len(theirs) == steps
+        assert len(mine) == len(theirs) == steps + (kind == "validation_losses")
         found += [abs(a - b) / a for a, b in zip(mine, theirs, strict=True)]
     return torch.tensor(found).max().item()  # Python's own would pass over what is no number
 
@@ -421,8 +421,8 @@ def test_one_devices_steps_are_fit_to_compare_with(case: Case, one: Trained, tin
     state = json.loads((one.results / "checkpoints" / "checkpoint-5" / "trainer_state.json").read_text())
     norms = [entry["grad_norm"] for entry in state["log_history"] if "grad_norm" in entry][:4]  # the last rate is small
     assert min(norms) < 0.95 * clip < 1.05 * clip < max(norms), norms
-    losses = [(loss, step) for step, loss in record["validation_losses"]]
-    accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or []]
+    losses = [(loss, step) for step, loss in record["validation_losses"] if step]
+    accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or [] if step]
     _, best = min(accuracies if case.task == "classification" else losses)  # of equals the first
     assert record["checkpoints"]["best"] == f"checkpoint-{best}"
     assert len({loss for loss, _ in losses}) == 5

@@ -14,7 +14,7 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.tasks.forgetting import Forgetting, drift_of, general_rows, is_measured, learnt_logits
+from common.tasks.forgetting import Forgetting, drift_of, general_rows, learnt_logits
 
 CPU = {"": "cpu"}
 
@@ -30,19 +30,19 @@ def test_the_loss_is_transformers_own_and_only_a_changed_model_drifts(run_config
     run = replace(run_config, results_root=str(tmp_path))
     base, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
     log = RunRecorder(run, Rank(0, 1, "cpu", "python"))
-    forgetting = Forgetting(log, tokenizer)
-    forgetting.before(base)
+    forgetting = Forgetting(run, tokenizer)
+    forgetting.before(log, base)
     row = forgetting.texts[0]
     own = base(input_ids=torch.tensor([row["input_ids"]]), labels=torch.tensor([row["labels"]])).loss
     logits, labels = learnt_logits(base, row)
     assert torch.nn.functional.cross_entropy(logits, labels).item() == pytest.approx(own.item(), rel=1e-5)
-    forgetting.after(base)
+    forgetting.after(log, base)
     assert forgetting.figures["after"] == pytest.approx(forgetting.figures["before"], abs=1e-6)
     adapted = add_lora(base, run).eval()
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.constant_(weight, 0.01)
-    forgetting.after(adapted)
+    forgetting.after(log, adapted)
     before, after = forgetting.figures["before"], forgetting.figures["after"]
     assert after["answer_drift"] > 0.01
     assert after["general_loss"] > before["general_loss"]
@@ -70,8 +70,8 @@ def test_texts_without_anything_in_them_are_refused(
 
 
 def test_what_has_learnt_nothing_or_is_not_asked_forgets_nothing(run_config: RunConfig) -> None:
-    assert is_measured(run_config)
+    assert run_config.tells_forgetting
     for change in ({"weights": "random"}, {"baseline": "none"}, {"forgetting_data": "none"}):
-        assert not is_measured(replace(run_config, **change))
+        assert not replace(run_config, **change).tells_forgetting
     with pytest.raises(BadInputError, match="forgetting_data"):
         RunConfig(task="classification", forgetting_data="none")

@@ -167,12 +167,19 @@ def test_the_independent_judge_is_whole_on_each_rank_for_the_rows_of_one(archite
 
 
 def test_rows_at_once_are_as_many_as_leave_training_the_highest_phase_unless_the_user_says() -> None:
-    chosen = planned("a100-80g", parallel="fsdp", devices=4, technique="lora").job.evaluation.rows
-    more, asked = (planned("a100-80g", parallel="fsdp", devices=4, technique="lora", per_device_eval_batch_size=rows)
+    chosen = planned("a100-40g", parallel="fsdp", devices=4, technique="lora").job.evaluation.rows
+    more, asked = (planned("a100-40g", parallel="fsdp", devices=4, technique="lora", per_device_eval_batch_size=rows)
                    for rows in (chosen + 1, 32))  # fmt: skip
     assert 1 <= chosen < 32
     assert max(beside_training(more).values()) > max(memory.peak_gib for memory in more.devices)
     assert asked.job.evaluation.rows == 32
+
+
+def test_up_to_a_quarter_of_a_device_rows_are_answered_at_once_whatever_training_takes() -> None:
+    roomy = planned("a100-80g", parallel="fsdp", devices=4, technique="lora")
+    training_gib = max(memory.peak_gib for memory in roomy.devices)
+    assert training_gib < max(beside_training(roomy).values()) < 0.25 * 80
+    assert roomy.job.evaluation.rows == 32
 
 
 def test_a_phase_whose_models_alone_need_more_than_training_may_fill_the_device() -> None:

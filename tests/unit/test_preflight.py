@@ -298,7 +298,7 @@ def test_a_shape_too_large_for_any_machine_does_not_fit(folder: str, capsys: pyt
 def test_layers_that_the_planner_cannot_place_are_refused(
     unknown_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = sentence_of_refusal(capsys, PP, "--model", unknown_model, "--seq-len", "16")
+    said = sentence_of_refusal(capsys, PP, "--model", unknown_model, "--seq-len", "16", "--learning_rate", "1e-3")
     assert said.startswith("error: Layers are placed by their planned memory, but")
     assert "gpt_neox" in said
 

@@ -211,7 +211,7 @@ def test_a_vocabulary_that_is_larger_than_the_models_is_refused(embedded: Callab
         ("q_proj,v_prj", "v_prj"),
         ("v_prj", "v_proj"),
         ("q_proj,", "''"),
-        (".*q_proj", "q_proj"),
+        (".*q_proj", ""),
         ("all-linear,q_proj", "all-linear"),
         ("q_proj,embed_tokens", "embed_tokens"),
         ("All-Linear", "All-Linear"),
