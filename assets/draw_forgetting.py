@@ -1,29 +1,42 @@
-"""Draw docs/forgetting.png: what each run on the real model has gained, and what it has forgotten."""
+"""Draw docs/forgetting.png: what runs on the real model have gained and forgotten, over rates and ranks."""
+
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 
-from bench.tables.real import forgotten, gain, real_runs
+from bench.tables.real import forgotten, gain, rank_of, settings
 from common.base.paths import REPOSITORY
-from common.reporting.rows import groups_of, kind_name
+from common.reporting.rows import Row, groups_of, kind_name
 
 PICTURE = REPOSITORY / "docs" / "forgetting.png"
-MARKERS = ("o", "s", "^", "D")
+LINEAR_TO = 0.1  # nats: beyond it the axis is logarithmic
+PANELS = {
+    "validation loss, as a share of that before": gain,
+    "rise of the loss on other texts (nats a token)": forgotten,
+    "drift of answers to other questions (nats a token)": lambda run: run["quality"]["after"]["answer_drift"],
+}
+
+
+def line_of(row: Row) -> str:
+    """Return what the settings of a line share."""
+    rank = rank_of(row)
+    return kind_name(row) + (f", rank {rank}" if rank else "")
 
 
 def main() -> None:
-    """Draw a point for each run, with its learning rate."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for marker, (name, runs) in zip(MARKERS, sorted(groups_of(real_runs(), kind_name).items()), strict=False):
-        axes.scatter(list(map(gain, runs)), list(map(forgotten, runs)), marker=marker, label=name)
-        for run in runs:
-            rank = "" if run["technique"] == "full" else f", r {run['config']['lora_r']}"
-            said = f" {run['config']['learning_rate']:g}{rank}"
-            axes.annotate(said, (gain(run), forgotten(run)), fontsize=7, va="center")
-    axes.axhline(0, color="0.8", zorder=0)
-    axes.set(xlabel="validation loss after 40 steps, as a share of that before (lower is better)",
-             ylabel="rise of the loss on other texts (nats a token)")  # fmt: skip
-    axes.legend()
-    figure.savefig(PICTURE, dpi=110)
+    """Draw a panel for each figure, with a line over the rates for each technique and rank; means over seeds."""
+    figure, panels = plt.subplots(1, len(PANELS), figsize=(12, 3.8), layout="constrained")
+    for axes, (title, value) in zip(panels, PANELS.items(), strict=True):
+        for line, rows in groups_of(settings(), line_of).items():
+            rates = [row["config"]["learning_rate"] for row in rows]
+            means = [fmean(map(value, row.get("seeds", [row]))) for row in rows]
+            axes.plot(rates, means, marker="o", label=line)
+        axes.set(xscale="log", xlabel="learning rate", title=title)
+        axes.title.set_fontsize(10)
+    panels[1].axhline(0, color="0.8", zorder=0)
+    panels[1].set_yscale("symlog", linthresh=LINEAR_TO)
+    panels[0].legend(fontsize=9)
+    figure.savefig(PICTURE, dpi=100)
 
 
 if __name__ == "__main__":

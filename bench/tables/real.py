@@ -1,10 +1,10 @@
-"""The tables of docs/real_model.md, of the records of `python docs/measure.py --real`: what tuning brings and costs."""
+"""The tables of docs/real_model.md, of the records of docs/measure.py and bench/variants.py."""
 
 from bench.tables.table import Table, column
-from common.records.store import REAL, Record, kept_records
+from common.records.store import REAL, VARIANTS, Record, kept_records
 from common.reporting.columns import Column
 from common.reporting.rows import Row, completed, grouped, kind_name, kind_of
-from common.reporting.tasks import score
+from common.reporting.tasks import ROUGE_L
 
 ORDER = ("Full fine-tuning", "LoRA", "LoRA with DDP", "QLoRA")
 
@@ -16,8 +16,15 @@ def real_runs() -> list[Record]:
 
 def settings(_: list[Record] | None = None) -> list[Row]:
     """Return a row for each technique, rank and rate, with its runs (one per seed)."""
-    rows = grouped(real_runs(), lambda run: (kind_of(run), _rank(run), run["config"]["learning_rate"]))
-    return sorted(rows, key=lambda row: (ORDER.index(kind_name(row)), _rank(row), row["config"]["learning_rate"]))
+    rows = grouped(real_runs(), lambda run: (kind_of(run), rank_of(run), run["config"]["learning_rate"]))
+    return sorted(rows, key=lambda row: (ORDER.index(kind_name(row)), rank_of(row), row["config"]["learning_rate"]))
+
+
+def variants(_: list[Record]) -> list[Row]:
+    """Return the runs of PEFT's variants of LoRA, and that of full fine-tuning that gains most."""
+    full = min((run for run in real_runs() if run["technique"] == "full"), key=gain)
+    rows = sorted(completed(kept_records(VARIANTS)), key=lambda run: (_variant(run), run["config"]["learning_rate"]))
+    return [*rows, full]
 
 
 def loss_before(run: Record) -> float:
@@ -36,35 +43,67 @@ def forgotten(run: Record) -> float:
     return quality["after"]["general_loss"] - quality["before"]["general_loss"]
 
 
-def _rank(run: Row) -> int:
+def tensors_gib(run: Record) -> tuple[float, float]:
+    """Return what all tensors take at training's highest moment, as planned and as measured, of the fullest rank."""
+    pairs = [[entry[f"{kind}_gib_by_phase"]["training"] for kind in ("planned", "peak")] for entry in run["memory"]]
+    return max(pairs, key=lambda pair: pair[1])
+
+
+def rank_of(run: Row) -> int:
+    """Return the rank of a run's adapters; 0 = it has none."""
     return run["config"]["lora_r"] if run["technique"] != "full" else 0
+
+
+def _variant(run: Row) -> str:
+    """Return how PEFT's variant is called, which is in the run's name: `variant-dora-lr0.002`."""
+    return "full" if run["technique"] == "full" else run["run_name"].removeprefix("variant-").rpartition("-lr")[0]
 
 
 WHAT = (
     Column("Approach", kind_name),
-    Column("Rank", lambda row: _rank(row) or None, "{}", none="-"),
-    Column("Learning rate", "config.learning_rate", "{:g}"),
+    Column("Rank", lambda row: rank_of(row) or None, "{}", none="-"),
+    Column("Rate", "config.learning_rate", "{:g}"),
 )
-_, _, ROUGE_L = score("ROUGE-L", "rougeL", "{:.3f}")
+FORGOTTEN = (
+    Column("Loss on other texts", "quality.after.general_loss", "{:.3f}", over_seeds=True),
+    Column("Rise", forgotten, "{:+.3f}", over_seeds=True),
+    Column("Drift of answers", "quality.after.answer_drift", "{:.3f}", over_seeds=True),
+)
 TABLES = {
     "real-gain": Table(
         settings,
         (
             *WHAT,
-            Column("Validation loss before", loss_before, "{:.3f}"),
-            Column("Lowest after", "best_validation_loss", "{:.3f}", over_seeds=True),
-            Column("Share", gain, "{:.2f}", over_seeds=True),
+            Column("Validation loss", "best_validation_loss", "{:.3f}", over_seeds=True),
+            Column("Of that before", gain, "{:.0%}", over_seeds=True),
             ROUGE_L,
         ),
     ),
     "real-forgetting": Table(
         settings,
+        (*WHAT, *FORGOTTEN),
+    ),
+    "real-variants": Table(
+        variants,
         (
-            *WHAT,
-            Column("Loss on other texts before", "quality.before.general_loss", "{:.3f}"),
-            Column("After", "quality.after.general_loss", "{:.3f}", over_seeds=True),
-            Column("Drift of answers", "quality.after.answer_drift", "{:.3f}", over_seeds=True),
+            Column("Variant", _variant),
+            WHAT[2],
+            Column("Trained weights", "trained_parameters", "{:,}"),
+            Column("Loss of that before", gain, "{:.0%}"),
+            Column("Rise on other texts", forgotten, "{:+.2f}"),
+            Column("Drift", "quality.after.answer_drift", "{:.2f}"),
+            column("time"),
+            column("peak"),
         ),
     ),
-    "real-cost": Table(settings, (*WHAT, column("time"), column("tokens_per_s"), column("peak"), column("planned"))),
+    "real-cost": Table(
+        settings,
+        (
+            *WHAT,
+            column("time"),
+            column("tokens_per_s as Tokens/s"),
+            Column("Tensors, planned / measured (GiB)", tensors_gib, "{0[0]:.2f} / {0[1]:.2f}"),
+            column("peak as Whole process (GiB)"),
+        ),
+    ),
 }

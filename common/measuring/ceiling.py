@@ -14,6 +14,8 @@ from common.training.answer_logits import Batch
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
 
+MOST_S = 60  # of the rounds together
+
 
 def measure_machine_ceiling(
     loop: TrainingLoop,
@@ -26,7 +28,8 @@ def measure_machine_ceiling(
 
     Times bare steps on the same rows in turn: rank 0 with the global batch, rank 0 with its share, and all ranks with
     theirs, without synchronising; with `replica`, DDP's own module, also with it. Trained weights are put back
-    afterwards. `model` stands in for the loop's own, where that is divided.
+    afterwards. `model` stands in for the loop's own, where that is divided. A round has fewer `steps` where all rounds
+    would take more than about `MOST_S` seconds, at least one.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
@@ -54,15 +57,19 @@ def measure_machine_ceiling(
         optimizer.step()
         optimizer.zero_grad()
 
-    taken_s: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(1 + rounds):
-        for name, (module, batches) in timed.items():
+    def step_times_s(count: int) -> list[float]:
+        taken_s = []
+        for module, batches in timed.values():
             part.module = module
-            taken_s[name].append(slowest_s(loop, batches, step) / len(at_once))
+            taken_s.append(slowest_s(loop, batches[:count], step) / count)
+        return taken_s
+
+    first_s = sum(step_times_s(1))  # memory that is new to a process costs its first step much
+    count = max(1, min(len(at_once), int(MOST_S / rounds / first_s)))
+    taken_s = [step_times_s(count) for _ in range(rounds)]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    # the first round warms up: memory that is new to a process costs its first step much
-    times_s = {name: median(each[1:]) for name, each in taken_s.items()}
+    times_s = dict(zip(timed, map(median, zip(*taken_s, strict=True)), strict=True))
     one_global_s, one_share_s, all_shares_s, *synchronised_s = times_s.values()
     return {
         **({"reached": all_shares_s / synchronised_s[0]} if synchronised_s else {}),
