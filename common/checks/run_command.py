@@ -11,6 +11,7 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of, run_folders, workflow_does, workflows_of
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
+from common.models.smollm2 import SMOLLM2
 from common.planning.job import ALL_LINEAR, Job
 from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan
@@ -26,6 +27,7 @@ HUB_IDS = {
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "roberta-large": "FacebookAI/roberta-large",
+    SMOLLM2: SMOLLM2,
 }
 # settings of a run that a dry run tries
 TRIED = ("technique", "parallel", "devices", "nodes", "gpu", "precision", "optim", "attention",

@@ -82,10 +82,10 @@ def say_summary(read: dict[str, int], run: RunConfig) -> str:
 
 
 def say_few_steps(read: dict[str, int], run: RunConfig) -> str:
-    """Return one line that says how to take more steps where rows of one's own make few; else an empty one."""
+    """Return one line that says how to take more steps, for a run whose last was its best and that took few."""
     steps = run.total_steps(read["training_rows"])
     if run.max_steps > 0 or steps >= ENOUGH_STEPS or is_embedded(run.data):
         return ""
     epochs = -(-ENOUGH_STEPS * run.num_train_epochs // steps)
-    few = f"{steps} steps are few for {read['training_rows']:,} rows to be learnt"
-    return f"{few}: --num_train_epochs {epochs} makes about {ENOUGH_STEPS}"
+    fell = f"validation was best after the last of {steps} steps, so more may help"
+    return f"{fell}: --num_train_epochs {epochs} makes about {ENOUGH_STEPS}"

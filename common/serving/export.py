@@ -24,6 +24,7 @@ from common.base.errors import BadInputError, reading
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.data.answer_ends import save_stops, saved_stops
+from common.models import smollm2
 from common.models.loading import read_tokenizer
 from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import MODELFILE, OLLAMA, WEIGHT_TYPES, export_gguf, export_ollama
@@ -153,7 +154,8 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
         print(f"the base {base} is not on the Hub: write where it is into base_model_name_or_path of {CONFIG_NAME}")
     rank = 1 << (max(tuned.run.lora_r, VLLM_LEAST_RANK) - 1).bit_length()  # vLLM takes powers of two
     commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
-    place = base if "/" in base else str(REPOSITORY / Path(tuned.recorded_base).expanduser())
+    here = smollm2.FOLDER if base == smollm2.SMOLLM2 else REPOSITORY / Path(tuned.recorded_base).expanduser()
+    place = base if "/" in base else str(here)
     served = ["vllm", "serve", place, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
     served += ["--generation-config", str(folder)]  # where generation stops: the base's may say otherwise
     print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")

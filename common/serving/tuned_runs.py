@@ -21,6 +21,7 @@ from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.rows import shown
 from common.models.loading import load_base_model, load_tokenizer
+from common.models.smollm2 import SMOLLM2
 from common.planning.device_maps import whole_model_on
 from common.planning.model_configs import is_hub_id, read_config
 from common.records.store import RECORD_NAME, Record, load_record
@@ -183,7 +184,7 @@ def _texts(names: object) -> list[str]:
 
 def _check_base(tuned: TunedRun) -> None:
     base = tuned.run.model
-    if find_here(base, os.path.isdir) or is_hub_id(base) or tuned.run.weights == "random":
+    if find_here(base, os.path.isdir) or is_hub_id(base) or base == SMOLLM2 or tuned.run.weights == "random":
         return
     if base == tuned.recorded_base:
         raise BadInputError(f"The base of {tuned.folder.name} was {base}, which is not there: pass --base.")

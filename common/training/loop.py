@@ -45,7 +45,7 @@ from common.data.batches import (
     lay_end_to_end,
     longest_batch,
 )
-from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
+from common.data.row_checks import say_summary, summary_of
 from common.data.rows import Splits, Tokens, tokens_in
 from common.data.splits import tokenized
 from common.models.compiled_layers import as_written
@@ -138,7 +138,6 @@ class TrainingLoop:
             return
         if log.rank.is_main:
             print(say_summary(log.data, run))
-            say_once(say_few_steps(log.data, run))
         evaluation = evaluation_of_rows(run, learnt.validation)
         if plan:
             plan = replace(plan, job=replace(plan.job, evaluation=evaluation))

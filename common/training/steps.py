@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from common.data.row_checks import say_few_steps, say_once
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokenized
 from common.models.answering import load_answering, sharing_of
@@ -70,6 +71,8 @@ def sum_up(loop: TrainingLoop) -> Metrics:
     with loop.log.phase("sum up"):
         world = check_training(loop)
         count_steps(loop)
+        if loop.state.best_global_step == loop.state.global_step:
+            say_once(say_few_steps(loop.log.data, loop.run))
         return training_figures(loop, world)
 
 

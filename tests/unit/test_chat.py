@@ -12,9 +12,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.templates import prompt_ids
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
+from common.models.smollm2 import SMOLLM2
 from common.models.trained_weights import add_lora
 from common.records.store import RECORD_NAME, kept_files, settings_anywhere
 from common.serving import chat
@@ -62,6 +64,18 @@ def test_the_base_is_the_commit_that_was_trained(tmp_path: Path) -> None:
     folder = str(write_record(tmp_path, run, model_commit="a1"))
     assert find_run(folder).run.model_revision == "a1", "v1 may be another commit today"
     assert find_run(folder, base="assets/embedded_base").run.model_revision == ""
+
+
+def test_the_base_may_be_the_one_that_make_real_fetches(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(adapter, tmp_path / "real" / "adapter")
+    real = write_record(tmp_path / "real", RunConfig(model=SMOLLM2, lora_dropout=0.0))
+    monkeypatch.setattr("common.models.smollm2.FOLDER", tmp_path / "none")
+    with pytest.raises(BadInputError, match="make real"):
+        load_models(find_run(str(real)))
+    monkeypatch.setattr("common.models.smollm2.FOLDER", REPOSITORY / RunConfig.model)
+    assert load_models(find_run(str(real))).base.config.hidden_size == 128
 
 
 def answer_of(model: torch.nn.Module) -> str:
