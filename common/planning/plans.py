@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 from common.base.errors import NotPlannedError
@@ -24,7 +24,7 @@ from common.planning.job import BatchShape, EvaluationShape, Job, architecture_o
 from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
-from common.planning.searches import largest, once_for_each
+from common.planning.searches import largest
 from common.planning.shares import Share, stages_of, whole_model
 from common.planning.terms import DeviceMemory, Term
 from common.planning.time_plan import Calibration, Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
@@ -75,8 +75,8 @@ class Plan:
         reloads = [merging or stages > 1 for merging in merges]  # every group compares
         parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
         of_devices = [parts[number % stages] for number in numbers]
-        devices = list(zip(self.shares, self.cluster.gpus, reloads, merges, of_devices, strict=True))
-        return tuple(once_for_each(lambda device: phases_of(self.architecture, self.job, *device), devices))
+        once = cache(partial(phases_of, self.architecture, self.job))  # of equal devices: 512 GPUs are alike
+        return tuple(map(once, self.shares, self.cluster.gpus, reloads, merges, of_devices))
 
     @cached_property
     def _each_phase(self) -> list[Highest]:
@@ -293,18 +293,11 @@ def make_plan(
         replace(share, in_flight=job.in_flight(number), keeps_first_gradients=job.keeps_first_gradients(number))
         for number, share in enumerate(placed)
     )
-    held = list(zip(placed, cluster.gpus, strict=True))
-    speeds = once_for_each(lambda gpu: speed_of(gpu, job, calibration), cluster.gpus)
-    return Plan(
-        architecture,
-        job,
-        cluster,
-        placed,
-        tuple(once_for_each(lambda pair: memory_with_overhead(architecture, job, *pair), held)),
-        step_time(architecture, job, cluster, placed, speeds),
-        tuple(dict.fromkeys(speed.source for speed in speeds)),
-        placed_by_hand=shares is not None,
-    )
+    memory_of = cache(partial(memory_with_overhead, architecture, job))
+    memories = tuple(memory_of(share, gpu) for share, gpu in zip(placed, cluster.gpus, strict=True))
+    speeds = list(map(cache(lambda gpu: speed_of(gpu, job, calibration)), cluster.gpus))
+    time, sources = step_time(architecture, job, cluster, placed, speeds), dict.fromkeys(each.source for each in speeds)
+    return Plan(architecture, job, cluster, placed, memories, time, tuple(sources), placed_by_hand=shares is not None)
 
 
 def _check_fit(architecture: Architecture, job: Job) -> None:

@@ -1,16 +1,6 @@
 """Searches for the number at which an answer changes."""
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
-
-Item, Answer = TypeVar("Item", bound=Hashable), TypeVar("Answer")
-
-
-def once_for_each(ask: Callable[[Item], Answer], items: Iterable[Item]) -> list[Answer]:
-    """Return the answer for each of the items; of equal ones it is asked once: 512 GPUs are alike."""
-    items = list(items)
-    known = {item: ask(item) for item in dict.fromkeys(items)}
-    return [known[item] for item in items]
+from collections.abc import Callable
 
 
 def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
