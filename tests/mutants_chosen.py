@@ -585,7 +585,7 @@ PLANS = (
     ),
     Fault(
         "memory plan: one of Adam's two states is left out",
-        "common/planning/shares.py",
+        "common/planning/job.py",
         "return 2 * weight_bytes if states is None else states",
         "return 1 * weight_bytes if states is None else states",
         _unit("memory_plan", "pure_bf16_takes_eight_bytes_and_fp32_sixteen"),

@@ -127,6 +127,16 @@ class Architecture:
         """Of all stacks together."""
         return sum(stack.layers for stack in self.stacks)
 
+    @property
+    def matrix_weights(self) -> int:
+        """Of all layers' projections, which QLoRA keeps in 4 bits, without their biases."""
+        return sum(stack.layers * stack.matrix_weights for stack in self.stacks)
+
+    @property
+    def widest_matrix(self) -> int:
+        """Weights of the largest matrix in a layer."""
+        return max(linear.weights for stack in self.stacks for linear in stack.linears)
+
     def by_part(self) -> dict[str, int]:
         """Return the parameters of embeddings, each kind of projection over all layers, norms, head, and tower."""
         parts = {"embeddings": self.embedding_parameters + self.other_embedding_parameters}

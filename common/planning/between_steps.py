@@ -4,15 +4,7 @@ from functools import cached_property
 
 from common.planning.architectures import Architecture, Stack
 from common.planning.job import LEVEL_TABLE_BYTES, QUANTIZED_BYTES, QUANTIZED_NUMBER_BYTES, Job
-from common.planning.shares import (
-    Share,
-    parameters_of,
-    small_adapter_weights,
-    state_bytes,
-    tower_parameters,
-    trained_of_layer,
-    trained_parameters,
-)
+from common.planning.shares import Share, small_adapter_weights, trained_parameters
 from common.planning.terms import Kind, Term, numbers
 
 # layers that FSDP2 has gathered (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
@@ -48,8 +40,8 @@ class BetweenSteps:
         self.architecture, self.job, self.share = architecture, job, share
         self.stacks = [(stack, layers) for stack, layers in share.stacks_of(architecture) if layers]
         self.hidden_bytes = hidden_bytes(architecture, job)
-        self.parameters = parameters_of(architecture, share)
-        self.of_tower = tower_parameters(architecture, share)
+        self.parameters = share.parameters(architecture)
+        self.of_tower = architecture.tower_parameters * share.has_embeddings
         self.trained = trained_parameters(architecture, job, share)
         self.trained_of_tower = self.of_tower * job.trains_tower
         self.weight_ranks = job.shard_ranks if job.parallelism.shards_weights else 1
@@ -112,7 +104,7 @@ class BetweenSteps:
         if job.offload:
             return []  # they are in the host's memory
         keeps_copy = job.parallelism.uses_deepspeed
-        each, tower_each = state_bytes(job, 4 if keeps_copy else job.trained_bytes), state_bytes(job, job.weight_bytes)
+        each, tower_each = job.state_bytes(4 if keeps_copy else job.trained_bytes), job.state_bytes(job.weight_bytes)
         small = small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) * ("8bit" in job.optimizer)
         return [
             numbers(Kind.OPTIMIZER, "momentum and variance of the vision tower", self.trained_of_tower, tower_each),
@@ -166,5 +158,5 @@ class BetweenSteps:
         if not self.job.method.quantizes:
             return stack.layer_parameters * a, f"{stack.layer_parameters:,} x {a} bytes"
         quantized = stack.matrix_weights
-        rest = stack.layer_parameters - quantized + trained_of_layer(stack, self.job)
+        rest = stack.layer_parameters - quantized + self.job.trained_of_layer(stack)
         return quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"

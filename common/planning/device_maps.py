@@ -24,7 +24,7 @@ from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job
 from common.planning.searches import largest
-from common.planning.shares import Share, parameters_of
+from common.planning.shares import Share
 
 Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
@@ -59,8 +59,8 @@ def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ..
     Embeddings are on the first, the head is on the last; there are no more stages than layers.
     """
     ends = [0] * stages
-    ends[0] += parameters_of(architecture, Share((0,), has_head=False))
-    ends[-1] += parameters_of(architecture, Share((0,), has_embeddings=False))
+    ends[0] += Share((0,), has_head=False).parameters(architecture)
+    ends[-1] += Share((0,), has_embeddings=False).parameters(architecture)
     counts = [1] * stages
     for _ in range(architecture.layers - stages):
         held = [end + count * architecture.stacks[0].layer_parameters for end, count in zip(ends, counts, strict=True)]

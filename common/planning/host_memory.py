@@ -3,15 +3,7 @@
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
 from common.planning.job import Job
-from common.planning.shares import (
-    parameters_of,
-    stages_of,
-    state_bytes,
-    tower_parameters,
-    trained_parameters,
-    whole_model,
-    widest_matrix,
-)
+from common.planning.shares import stages_of, trained_parameters
 from common.planning.terms import Kind, Term
 
 # a full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
@@ -45,7 +37,7 @@ def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[st
 
 
 def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
-    sharing, count = job.parallelism, max(widest_matrix(architecture), architecture.embedding_parameters)
+    sharing, count = job.parallelism, max(architecture.widest_matrix, architecture.embedding_parameters)
     ranks = 1 if sharing.in_one_process else job.devices // machines
     reads_parts = (sharing.uses_fsdp or sharing.splits_matrices) and not (job.draws_weights or job.method.quantizes)
     parts = (job.shard_ranks if sharing.uses_fsdp else job.devices) if reads_parts else 1
@@ -69,8 +61,7 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> Term:
 def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     if not job.method.has_adapters:
         return []
-    weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes
-    stages = stages_of(architecture, job)
+    weights, each, stages = architecture.parameters, job.whole_model_bytes, stages_of(architecture, job)
     if stages > 1:
         return [_stages(weights, each, job, machines, stages, on_host=job.method.quantizes)]
     if not job.method.quantizes:
@@ -105,7 +96,7 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
     weights, trained = _counts(architecture, job)
     of_weights = (Kind.WEIGHTS, "weights", weights, job.weight_bytes)
     terms = [
-        (Kind.OPTIMIZER, "optimizer states", trained, state_bytes(job, job.trained_bytes)),
+        (Kind.OPTIMIZER, "optimizer states", trained, job.state_bytes(job.trained_bytes)),
         of_weights,
         (Kind.GRADIENTS, "gradients", trained, job.trained_bytes),
     ]
@@ -118,9 +109,9 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
 def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     """Return the copy of what is written while training goes on: what is trained; none where training waits."""
     _, trained = _counts(architecture, job)
-    of_tower = tower_parameters(architecture, whole_model(architecture)) * job.trains_tower
+    of_tower = architecture.tower_parameters * job.trains_tower
     each, tower_each = job.trained_bytes, job.weight_bytes
-    state, tower_state = state_bytes(job, each), state_bytes(job, tower_each)
+    state, tower_state = job.state_bytes(each), job.state_bytes(tower_each)
     whole = trained * (each + state) + of_tower * (tower_each + tower_state)
     if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:
         return []
@@ -136,8 +127,7 @@ def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
 def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
     """Return how many weights the model has, adapters included, and how many are trained."""
     trained = trained_parameters(architecture, job)
-    own = parameters_of(architecture, whole_model(architecture))
-    return own + trained * job.method.has_adapters, trained
+    return architecture.parameters + trained * job.method.has_adapters, trained
 
 
 def _shards(part: Kind, what: str, count: int, each: float, job: Job, machines: int) -> Term:

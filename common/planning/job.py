@@ -1,7 +1,7 @@
 """What is to be planned: the batch of a step, the job that trains on it, and what a run asks of both."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
@@ -257,6 +257,25 @@ class Job(HasSpecs):
     def trains_all(self) -> bool:
         """Whether every weight is trained: embeddings, norms and head, too."""
         return not self.method.has_adapters and not self.target_modules
+
+    def trained_of_layer(self, stack: Stack) -> int:
+        """Return how many weights of a layer get gradients, adapters included."""
+        if self.trains_all:
+            return stack.layer_parameters
+        return sum(
+            linear.parameters * self.trains(linear) + linear.lora_parameters(self.lora_rank) * self.adapts(linear)
+            for linear in stack.linears
+        )
+
+    def state_bytes(self, weight_bytes: int) -> float:
+        """Return the bytes of the optimizer's states per trained weight of so many bytes."""
+        states = OPTIMIZER_BYTES[self.optimizer]
+        return 2 * weight_bytes if states is None else states
+
+    def alone(self, batch: BatchShape, **changes: Any) -> "Job":
+        """Return the job with such a batch on one device, which holds the whole model, and with other changes."""
+        on_one = {"parallel": "single", "devices": 1, "dp_replicate_size": 1, "micro_batches": 1, "offload": False}
+        return replace(self, batch=batch, **on_one, **changes)
 
     def check_targets(self, architecture: Architecture) -> None:
         """Refuse target modules that the model does not have, with the names that it has."""

@@ -25,15 +25,7 @@ from common.planning.architectures import Architecture, Stack, StackKind
 from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_LAYERS, BetweenSteps
 from common.planning.job import LOGITS_AT_ONCE, Job
 from common.planning.layer_activations import LayerActivations
-from common.planning.shares import (
-    Share,
-    parameters_of,
-    part_of_rank,
-    sees,
-    trained_of_layer,
-    trained_weight_bytes,
-    trains_head,
-)
+from common.planning.shares import Share, part_of_rank, sees, trained_weight_bytes, trains_head
 from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
@@ -134,7 +126,7 @@ class DeviceSums(BetweenSteps):
 
     def _lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
         """Return what waits, and in which moments; those that the step lacks do not matter."""
-        when, of_last_layer = Moment, self.head_gradients + trained_of_layer(self.stacks[-1][0], self.job)
+        when, of_last_layer = Moment, self.head_gradients + self.job.trained_of_layer(self.stacks[-1][0])
         of_layers = between(when.LAST_LAYER_FORWARD, when.LAST_LAYER_BACKWARD)
         more_gathered = [each for each in when if each not in (*FORWARD_OF_LOSS, when.OPTIMIZER_STEP)]
         rows = [
@@ -161,11 +153,11 @@ class DeviceSums(BetweenSteps):
         ]
         if self.is_encoder_decoder:  # the decoder is done, and all of the encoder is still to come
             (encoder, _), (decoder, layers) = self.stacks
-            done = self.head_gradients + layers * trained_of_layer(decoder, self.job)
+            done = self.head_gradients + layers * self.job.trained_of_layer(decoder)
             what, of_encoder = "gradients of the head and the decoder", self.stacks[:1]
             rows += [
                 (self._gradients_so_far(done, what), [when.DECODER_EMBEDDINGS_BACKWARD]),
-                (self._gradients_so_far(done + trained_of_layer(encoder, self.job), what), [when.ENCODER_BACKWARD]),
+                (self._gradients_so_far(done + self.job.trained_of_layer(encoder), what), [when.ENCODER_BACKWARD]),
                 (
                     self._layers_kept(1, of_encoder) + self._embeddings_saved(of_encoder),
                     between(when.DECODER_EMBEDDINGS_BACKWARD, when.ENCODER_BACKWARD),
@@ -233,7 +225,7 @@ class DeviceSums(BetweenSteps):
 
     def _gradients_of_layers(self) -> list[Term]:
         """Return all but those of the embeddings, which come last."""
-        others = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
+        others = replace(self.share, has_embeddings=False).parameters(self.architecture)
         of_embeddings = (self.parameters - self.of_tower - others) * self.job.trains_all
         return self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers")
 
@@ -245,7 +237,7 @@ class DeviceSums(BetweenSteps):
         return [numbers(Kind.GRADIENTS, what, count * (not elsewhere), job.trained_bytes, ranks)]
 
     def _scattered(self) -> list[Term]:
-        count = max(trained_of_layer(stack, self.job) for stack, _ in self.stacks)
+        count = max(self.job.trained_of_layer(stack) for stack, _ in self.stacks)
         count *= self.job.parallelism.shards_weights and not self.job.method.has_adapters
         what = "a layer's gradients before they are scattered"
         return [numbers(Kind.BUFFERS, what, count, self.job.arithmetic_bytes)]

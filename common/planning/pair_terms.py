@@ -11,7 +11,6 @@ Letters as in `memory_plan`, and: P positions that the head reads, R of these an
 
 from common.planning.layer_activations import widest_without_gradients
 from common.planning.memory_plan import DeviceSums, Moment
-from common.planning.shares import widest_matrix
 from common.planning.terms import Kind, Term, activations, numbers, size_of
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
@@ -39,7 +38,7 @@ class PairSums(DeviceSums):
         moments = {Moment.HEAD_FORWARD: head}
         if self.job.reads_reference:
             policy, a = self._head_inputs("inputs of the policy's head"), self.job.arithmetic_bytes
-            widest = widest_matrix(self.architecture) * self.job.autocasts
+            widest = self.architecture.widest_matrix * self.job.autocasts
             copy = numbers(Kind.WEIGHTS, "autocast's copy of the widest matrix", widest, a)
             layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
             moments[Moment.REFERENCE_LAYER] = [policy, layer, copy]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from common.hardware.devices import CPU_DEVICE, Gpu
 from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_BYTES, EvaluationShape, Job
-from common.planning.shares import quantized_weights, stages_of, whole_model
+from common.planning.shares import stages_of, whole_model
 from common.planning.step_speed import BANDWIDTH_REACHED, KERNEL_SETS, LAUNCH_S, products_per_s, step_flops
 
 DISK_GB_PER_S = 2.0  # assumed: each weight is read once (local NVMe drives reach 2 to 7)
@@ -57,14 +57,13 @@ def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | 
 
 def _pass_s(architecture: Architecture, job: Job, gpu: Gpu, rows: int, length: int) -> float:
     batch = replace(job.batch, rows=rows, length=length, labelled=1)
-    answering = replace(job, technique="full", parallel="single", devices=1, dp_replicate_size=1, micro_batches=1,
-                        offload=False, batch=batch, target_modules=())  # fmt: skip
+    answering = job.alone(batch, technique="full", target_modules=())
     return step_flops(architecture, answering, whole_model(architecture)).forward / products_per_s(gpu, job)
 
 
 def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: Gpu, rows: int, stages: int) -> float:
     """Return the seconds of a batch's next token: all weights are read, and keys and values of half the new tokens."""
-    quantized = quantized_weights(architecture) if job.method.quantizes else 0
+    quantized = architecture.matrix_weights * job.method.quantizes
     weights = quantized * QUANTIZED_BYTES[job.quantization]
     weights += (architecture.parameters - quantized) * job.whole_model_bytes
     tokens = rows * shape.beams * (shape.prompt_length + shape.new_tokens / 2)

@@ -17,16 +17,7 @@ from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_I
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import DeviceSums, Moment, device_sums
-from common.planning.shares import (
-    Share,
-    alone,
-    parameters_of,
-    part_of_rank,
-    sees,
-    stages_of,
-    whole_model,
-    widest_matrix,
-)
+from common.planning.shares import Share, part_of_rank, sees, stages_of, whole_model
 from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
@@ -104,7 +95,7 @@ class _PhaseSums:
         if is_divided and (job.draws_weights or job.method.quantizes or sharing.uses_deepspeed):
             embeddings, each = architecture.embedding_parameters, job.weight_bytes
             has_own_head = not (architecture.tied or architecture.classes)
-            last = max(widest_matrix(architecture), embeddings * has_own_head)
+            last = max(architecture.widest_matrix, embeddings * has_own_head)
             ranks = job.shard_ranks if sharing.shards_weights else job.devices
             parts = embeddings * (not sharing.pipelines)
             first = [
@@ -192,7 +183,7 @@ class _PhaseSums:
         is_here = method.has_plain_adapters or (not sharing.is_single and self._has_room_for_whole())
         if method.has_adapters and is_here and self.merges:
             what = "an adapter's product, and its sum with the matrix"
-            product = numbers(Kind.WEIGHTS, what, widest_matrix(architecture), 4 + 4)
+            product = numbers(Kind.WEIGHTS, what, architecture.widest_matrix, 4 + 4)
             moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
@@ -241,11 +232,10 @@ class _PhaseSums:
     def _whole(self) -> DeviceSums:
         """Return the device's stage of the base; all of it where there are none, with mp the device's part of it."""
         share = self.stage or (self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture))
-        return device_sums(self.architecture, alone(self.job, replace(self.job.batch, rows=1)), share)
+        return device_sums(self.architecture, self.job.alone(replace(self.job.batch, rows=1)), share)
 
     def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
-        count = parameters_of(self.architecture, self._whole.share)
-        return [numbers(Kind.WEIGHTS, what, count, self.job.whole_model_bytes)]
+        return [numbers(Kind.WEIGHTS, what, self._whole.parameters, self.job.whole_model_bytes)]
 
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
@@ -263,7 +253,7 @@ class _PhaseSums:
 
     def _gathered_to_save(self) -> list[Term]:
         job, architecture = self.job, self.architecture
-        count = max(widest_matrix(architecture), architecture.embedding_parameters)
+        count = max(architecture.widest_matrix, architecture.embedding_parameters)
         if job.method.has_adapters:
             adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
             count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)

@@ -17,14 +17,7 @@ from common.planning.architectures import Architecture, Block
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.searches import smallest_ratio
-from common.planning.shares import (
-    Share,
-    part_of_rank,
-    quantized_weights,
-    trained_parameters,
-    trained_weight_bytes,
-    whole_model,
-)
+from common.planning.shares import Share, part_of_rank, trained_parameters, trained_weight_bytes, whole_model
 from common.planning.step_speed import BANDWIDTH_REACHED, computing_time, peak_tflops, products_per_s, step_flops
 
 # numbers that Adam's pass reads and writes per trained weight (weight, gradient, two states; three of them again), and
@@ -324,7 +317,7 @@ def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:
     if job.parallelism.shards_weights:
         a, has_adapters = job.arithmetic_bytes, job.method.has_adapters
         layers = sum(stack.layers * stack.layer_parameters for stack in architecture.stacks)
-        quantized = quantized_weights(architecture) if job.method.quantizes else 0  # sent as they are stored
+        quantized = architecture.matrix_weights * job.method.quantizes  # sent as they are stored
         of_layers = quantized * QUANTIZED_NUMBER_BYTES[job.quantization] + (layers - quantized) * a
         of_layers += trained * job.trained_bytes * has_adapters  # the adapters, too
         ends = (architecture.parameters - layers) * a

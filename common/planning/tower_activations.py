@@ -3,12 +3,9 @@
 Letters beside those of `memory_plan`: N patches of all images' tiles, Hv the tower's hidden size, Iv its MLP's.
 """
 
-from dataclasses import replace
-
 from common.planning.architectures import Tower
 from common.planning.job import BatchShape, Job
 from common.planning.layer_activations import LayerActivations
-from common.planning.shares import alone
 from common.planning.terms import Kind, Term, activations, times_each
 
 # as processors make them: a channel in fp32, and whether a pixel counts as int64
@@ -20,8 +17,8 @@ NORM_BYTES = 4  # of a layer norm's result, which is in fp32 in any precision
 def job_of_tower(tower: Tower, job: Job) -> Job:
     """Return the job of the tower's encoder by itself, in which every tile is a row, and every patch a token."""
     rows = job.batch.rows // job.micro_batches * job.batch.tiles
-    on_one = alone(job, BatchShape(rows, tower.encoder.max_length, labelled=0))
-    return replace(on_one, technique="full", target_modules=(), lora_dropout=0.0, evaluation=None)
+    batch = BatchShape(rows, tower.encoder.max_length, labelled=0)
+    return job.alone(batch, technique="full", target_modules=(), lora_dropout=0.0, evaluation=None)
 
 
 class TowerActivations:

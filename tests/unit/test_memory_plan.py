@@ -21,7 +21,7 @@ from common.planning.gpu_overhead import overhead_terms
 from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job
 from common.planning.memory_plan import DeviceSums, device_memory
 from common.planning.model_configs import MODEL_CONFIGS
-from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
+from common.planning.shares import Share, part_of_rank, trained_parameters, whole_model
 from common.planning.terms import PARTS, DeviceMemory
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
@@ -121,7 +121,7 @@ def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
         {term.what: term.count for term in device_memory(LLAMA, each, whole_model(LLAMA)).terms}
         for each in (job, sharded)
     )
-    quantized, stack = quantized_weights(LLAMA), LLAMA.stacks[0]
+    quantized, stack = LLAMA.matrix_weights, LLAMA.stacks[0]
     layers, rest = "nf4 weights of the layers", "embeddings, norms and head"
     assert one[layers] == pytest.approx(quantized * 0.5625)
     matrices = sum(linear.inputs * linear.outputs for linear in stack.linears)
