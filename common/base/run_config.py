@@ -8,21 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from common.base import settings as groups
 from common.base.errors import BadInputError, begin_of, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
-from common.base.settings import (
-    LIMITS,
-    AdapterSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    OnlyFor,
-    ParallelismSettings,
-    Range,
-    TrackingSettings,
-    TrainingSettings,
-)
+from common.base.settings import LIMITS, OnlyFor, Range
 from common.base.specs import TASKS, HasSpecs, Task
 
 LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest whole checkpoint
@@ -64,13 +54,13 @@ def is_expression(target_modules: str) -> bool:
 
 @dataclass(frozen=True)
 class RunConfig(
-    TrackingSettings,
-    EvaluationSettings,
-    ParallelismSettings,
-    AdapterSettings,
-    TrainingSettings,
-    DataSettings,
-    ModelSettings,
+    groups.TrackingSettings,
+    groups.EvaluationSettings,
+    groups.ParallelismSettings,
+    groups.AdapterSettings,
+    groups.TrainingSettings,
+    groups.DataSettings,
+    groups.ModelSettings,
     HasSpecs,
 ):
     """One fine-tuning run: every group's settings; what cannot be run raises BadInputError."""

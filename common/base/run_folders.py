@@ -49,19 +49,19 @@ def _folders_meant_by(name: str) -> str:
 
 def literal_of(run_folder: Path) -> RunConfig:
     """Return the run of a folder, named as for `folder_named`, by its one `RUN = RunConfig(...)`."""
-    return read_literal(_literal_file_of(run_folder))
+    return read_literal(_source_with_literal(run_folder))
 
 
 def lora_of(run_folder: Path) -> dict[str, object]:
     """Return a folder's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none."""
-    lora = _assignments(_literal_file_of(run_folder).read_text(encoding="utf-8")).get("LORA")
+    lora = _assignments(_source_with_literal(run_folder)).get("LORA")
     return ast.literal_eval(lora.value) if lora else {}
 
 
-def _literal_file_of(run_folder: Path) -> Path:
-    """Return the file with a run folder's literal: its workflow, or the module that its workflows share."""
+def _source_with_literal(run_folder: Path) -> str:
+    """Return the module with a run folder's literal: its workflow, or what its workflows share."""
     files = [*workflows_of(run_folder), *sorted(folder_named(run_folder).glob("my_utils_*.py"))]
-    found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
+    found = [source for path in files if LITERAL.search(source := path.read_text(encoding="utf-8"))]
     if len(found) != 1:
         raise BadInputError(
             f"{len(found)} files my_*.py of {run_folder.name} have a `RUN = RunConfig(...)`: write one."
@@ -83,13 +83,9 @@ def literal_lines(source: str) -> tuple[int, int]:
     return own["RUN"].lineno - 1, last.end_lineno
 
 
-def read_literal(workflow: Path) -> RunConfig:
-    """Return the run that a workflow's literal describes, without importing the workflow."""
-    return _literal_in(workflow.read_text(encoding="utf-8"))
-
-
 @cache
-def _literal_in(source: str) -> RunConfig:
+def read_literal(source: str) -> RunConfig:
+    """Return the run that the literal in a workflow's source describes, without importing the workflow."""
     call = _assignments(source)["RUN"].value
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
 

@@ -15,7 +15,6 @@ being sent between devices.
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from tabulate import tabulate
 from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
@@ -31,6 +30,7 @@ from common.models.families import suited_to_model
 from common.models.loading import any_shape_config
 from common.models.placement import place_stages
 from common.planning.job import BatchShape
+from common.planning.plan_texts import outlined
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
@@ -204,10 +204,8 @@ def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
         [phase, segment.partition(": ")[2], *(f"{n / size:.3f}" for n in (*map(parts.get, PARTS), sum(parts.values())))]
         for phase, (segment, parts) in device.phases().items()
     ]
-    table = tabulate(rows, ["phase", "highest in", *PARTS, unit], tablefmt="rounded_outline", disable_numparse=True,
-                     colalign=("left", "left", *["right"] * (len(PARTS) + 1)))  # fmt: skip
     peak = f"peak of allocated memory: {_sized(device.peak_gib)} per device, in {device.peak_segment}"
-    return [table, f"{peak}; {on_top} come on top"]
+    return [outlined(rows, ["phase", "highest in", *PARTS, unit], range(2)), f"{peak}; {on_top} come on top"]
 
 
 def _sized(gib: float) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 
-from tabulate import tabulate
-
 from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
@@ -19,6 +17,7 @@ from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE
 from common.planning.job import Job
+from common.planning.plan_texts import outlined
 from common.planning.step_speed import generation_of
 from common.planning.terms import DeviceMemory, Term
 
@@ -128,7 +127,7 @@ def _table(tried: Sequence[Tried], gpu: Gpu) -> str:
         for each in tried
     ]
     headers = ["strategy", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch"]
-    return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
+    return outlined(rows, headers, range(5))
 
 
 def _as_json(tried: Tried, gpu: Gpu) -> dict[str, object]:

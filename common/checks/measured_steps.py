@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from typing_extensions import override
 
 from common.base.command_line import SPEAK_FIRST_S
@@ -48,13 +48,11 @@ class StepClock(TrainerCallback):
     ends_s: list[float] = field(default_factory=list)
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         self.begin()
 
     @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         for device in self.devices:
             if device != "cpu":
                 torch.accelerator.synchronize(device)

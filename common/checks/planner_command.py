@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from common.base.command_line import refused_in_one_sentence
@@ -82,11 +83,9 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    alone, figures_alone = _one_machine_alone(shared, calibration) if shared else ("", {})
-
-    def command_of(plan: Plan) -> str:
-        return run_command(plan, options.model, options.model_revision)
-
+    several = shared and cluster.nodes > 1
+    alone, figures_alone = _one_machine_alone(shared, calibration) if several else ("", {})
+    command_of = partial(run_command, model=options.model, model_revision=options.model_revision)
     if options.json:
         run = None
         with suppress(BadInputError):
@@ -113,10 +112,8 @@ def answer(options: PlannerOptions) -> int:
 
 
 def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:
-    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone; empty with one."""
+    """Return a sentence, and the same for JSON, on how one of a plan's several machines does alone."""
     cluster, job = plan.cluster, plan.job
-    if cluster.nodes == 1:
-        return "", {}
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"
     own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)

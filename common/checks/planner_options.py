@@ -11,16 +11,7 @@ from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import Architecture
-from common.planning.job import (
-    OPTIMIZER_BYTES,
-    OTHER_TOKENS,
-    WHY_NOT_QUANTIZED_FULL,
-    BatchShape,
-    EvaluationShape,
-    Job,
-    Precision,
-    Quantization,
-)
+from common.planning.job import OPTIMIZER_BYTES, OTHER_TOKENS, BatchShape, EvaluationShape, Job, Precision, Quantization
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
 from common.planning.time_plan import Cluster, parse_link
 
@@ -33,6 +24,10 @@ DESCRIPTION = """Plan a training: memory, time and cost of every technique and p
 Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
 Exit code 0: it fits; 1: it does not; 2: the question is wrong.
 """
+WHY_NOT_QUANTIZED_FULL = (
+    "Full fine-tuning of quantized weights is impossible, and would save little: 14.5 instead of 16 bytes per weight, "
+    "as gradient, momentum, variance and fp32 copy stay: pass --technique qlora, which trains adapters."
+)
 
 
 def shared(name: str, default: object, doc: str = "", **for_argparse: object) -> object:

@@ -21,8 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from common.base.command_line import refuse_half_a_rank, refused_in_one_sentence, silent_if_well
 from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import LARGEST, RunConfig
@@ -36,7 +34,7 @@ from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
-from common.planning.plan_texts import why
+from common.planning.plan_texts import outlined, why
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run
 from common.planning.terms import DeviceMemory
 from common.records.store import without_paths, write_json
@@ -120,8 +118,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
         beside = ("no plan", "-") if planned is None else (f"{planned:.2f}", f"{peak / planned - 1:+.0%}")
         rows.append([found.rank, found.device, beside[0], f"{peak:.2f}", beside[1], f"{found.capacity_gib:.1f}"])
     headers = ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"]
-    sides = ("right", "left", "right", "right", "right", "right")
-    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=sides, disable_numparse=True)
+    return outlined(rows, headers, texts=[1])
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:

@@ -6,6 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 from transformers import PreTrainedTokenizerBase
 
@@ -98,15 +100,11 @@ def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) 
 
 def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
     """Return a row's text with what is learnt in green; without colours that stands between `[[` and `]]`."""
-    starts, ends = (LEARNT, PLAIN) if in_colour else ("[[", "]]")
-    text, part = "", []
-    learns = [label != IGNORED_LABEL for label in row["labels"]]
-    for place, token in enumerate(row["input_ids"]):
-        part.append(token)
-        if place + 1 == len(learns) or learns[place + 1] != learns[place]:
-            said, part = printable(tokenizer.decode(part)), []
-            dimmed = f"{READ}{said}{PLAIN}" if in_colour else said
-            text += f"{starts}{said}{ends}" if learns[place] else dimmed
+    around_learnt, around_read = ((LEARNT, PLAIN), (READ, PLAIN)) if in_colour else (("[[", "]]"), ("", ""))
+    text, learns = "", (label != IGNORED_LABEL for label in row["labels"])
+    for is_learnt, part in groupby(zip(learns, row["input_ids"], strict=True), itemgetter(0)):
+        starts, ends = around_learnt if is_learnt else around_read
+        text += f"{starts}{printable(tokenizer.decode([token for _, token in part]))}{ends}"
     return text
 
 

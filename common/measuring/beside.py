@@ -9,10 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pandas as pd
-from torch.nn import Module
-from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 from typing_extensions import override
 
@@ -34,17 +33,9 @@ class StepMeter(TrainerCallback):
         self.memory.enter(TRAINING)
 
     @override
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Module,
-        optimizer: Optimizer,
-        **_: object,
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **at: Any) -> None:
         if state.global_step == state.max_steps - 1:
-            parts = {"weights": tensors_of(model), "optimizer": state_tensors(optimizer)}
+            parts = {"weights": tensors_of(at["model"]), "optimizer": state_tensors(at["optimizer"])}
             self.counting.enter_context(self.memory.counting(TRAINING, parts))
 
     @override

@@ -315,23 +315,20 @@ def _biased_linears(names: tuple[str, ...], hidden: int, wide: int) -> tuple[Lin
     )
 
 
-def _equal_heads(name: str, kind: str, hidden: int, wide: int, heads: int, vocab: int, **others: Any) -> Architecture:
-    """Return an architecture of which each query has a key of its own, and all heads make up the hidden state."""
-    sizes = {"hidden": hidden, "intermediate": wide, "heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
-    return Architecture(name, kind, **sizes, vocab=vocab, embedding_parameters=vocab * hidden, **others)
+def _equal_heads(hidden: int, wide: int, heads: int, vocab: int) -> dict[str, int]:
+    """Return the sizes where each query has a key of its own, and all heads make up the hidden state."""
+    of_heads = {"heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
+    return {"hidden": hidden, "intermediate": wide, **of_heads, "vocab": vocab, "embedding_parameters": vocab * hidden}
 
 
 def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
     kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
     vocab, positions = config["vocab_size"], config["max_position_embeddings"]
     linears = _biased_linears(BERT_NAMES, hidden, wide)
-    return _equal_heads(
+    return Architecture(
         name,
         kind,
-        hidden,
-        wide,
-        config["num_attention_heads"],
-        vocab,
+        **_equal_heads(hidden, wide, config["num_attention_heads"], vocab),
         max_length=reach_of_positions(kind, positions),
         stacks=(Stack(StackKind.ENCODER, config["num_hidden_layers"], linears, 4 * hidden),),
         other_embedding_parameters=(positions + config["type_vocab_size"] + 2) * hidden,
@@ -343,20 +340,17 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
 
 def _bart(name: str, config: dict[str, Any]) -> Architecture:
     hidden, vocab, positions = config["d_model"], config["vocab_size"], config["max_position_embeddings"]
-    wide, heads = config["decoder_ffn_dim"], config["decoder_attention_heads"]
+    wide = config["decoder_ffn_dim"]
     *attention, up, down = _biased_linears(BART_NAMES, hidden, wide)
     cross_attention = (replace(linear, reads_encoder=linear.name in ("k_proj", "v_proj")) for linear in attention)
     of_decoder = (*attention, *cross_attention, up, down)
     of_encoder = _biased_linears(BART_NAMES, hidden, config["encoder_ffn_dim"])
     encoder = Stack(StackKind.ENCODER, config["encoder_layers"], of_encoder, 2 * 2 * hidden)
     decoder = Stack(StackKind.CROSS_DECODER, config["decoder_layers"], of_decoder, 3 * 2 * hidden)
-    return _equal_heads(
+    return Architecture(
         name,
         "bart",
-        hidden,
-        wide,
-        heads,
-        vocab,
+        **_equal_heads(hidden, wide, config["decoder_attention_heads"], vocab),
         max_length=positions,
         stacks=(encoder, decoder),
         other_embedding_parameters=2 * ((positions + 2) * hidden + 2 * hidden),  # BART's positions start at 2
@@ -380,13 +374,10 @@ def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
     patches = (config["image_size"] // config["patch_size"]) ** 2
     of_patch = config.get("num_channels", COLOURS) * config["patch_size"] ** 2
     linears = _biased_linears(BART_NAMES, hidden, wide)
-    return _equal_heads(
+    return Architecture(
         f"{name}'s vision tower",
         config["model_type"],
-        hidden,
-        wide,
-        config["num_attention_heads"],
-        vocab=0,
+        **_equal_heads(hidden, wide, config["num_attention_heads"], vocab=0),
         max_length=patches,
         stacks=(Stack(StackKind.ENCODER, config["num_hidden_layers"], linears, 4 * hidden),),
         other_embedding_parameters=(of_patch + 1 + patches) * hidden,

@@ -35,10 +35,6 @@ QUANTIZED_BYTES = {
 QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8}
 # of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean
 LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4}
-WHY_NOT_QUANTIZED_FULL = (
-    "Full fine-tuning of quantized weights is impossible, and would save little: 14.5 instead of 16 bytes per weight, "
-    "as gradient, momentum, variance and fp32 copy stay: pass --technique qlora, which trains adapters."
-)
 
 
 @dataclass(frozen=True)

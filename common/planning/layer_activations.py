@@ -125,7 +125,7 @@ class LayerActivations:
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
         if not adapted:
             return []
-        copied = [linear for linear in adapted if self._copies_adapters_input(linear)]
+        copied = [linear for linear in adapted if job.lora_dropout > 0 or self._has_wide_input(linear)]
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
             (linear.block, linear.ends_block): linear
@@ -149,9 +149,6 @@ class LayerActivations:
             activations("dropout masks of the adapters", masks_formula, masks * bool(job.lora_dropout)),
             activations("between the adapters' matrices", f"({between_formula}) a", between * a),
         ]
-
-    def _copies_adapters_input(self, linear: Linear) -> bool:
-        return self.job.lora_dropout > 0 or self._has_wide_input(linear)
 
     def _has_wide_input(self, linear: Linear) -> bool:
         """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""

@@ -1,7 +1,7 @@
 """A plan in words: why it is where it is, the table for a terminal, and the terms of its memory and time."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tabulate import tabulate
 
@@ -125,11 +125,12 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     for plan in plans:
         used.setdefault(plan.job.precision, {})[plan.job.method.short] = None
     precisions = "; ".join(f"{', '.join(techniques)} in {precision}" for precision, techniques in used.items())
-    return f"{_outlined(rows, headers, text_columns=2)}\nprecision: {precisions}"
+    return f"{outlined(rows, headers, range(2))}\nprecision: {precisions}"
 
 
-def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_columns: int) -> str:
-    aligned = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
+def outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], texts: Container[int]) -> str:
+    """Return a table for a terminal; the columns whose numbers are in `texts` are aligned on the left."""
+    aligned = ["left" if column in texts else "right" for column in range(len(headers))]
     return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
 
 
@@ -158,14 +159,14 @@ def explanation(plan: Plan) -> str:
     on_host.append(["at most", "", "beside what programs take", f"{plan.host_gib:.1f}"])
     return "\n".join([
         f"{plan.name}: device {device} of {len(plan.devices)}, {gpu.name}",
-        _outlined(of_phases, headers, text_columns=3),
+        outlined(of_phases, headers, range(3)),
         "",
         "training: VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
         *_unfolded(training, gpu, plan),
         "",
         *higher,
         "each machine's own memory:",
-        _outlined(on_host, ("phase", "what", "formula", "GiB"), text_columns=3),
+        outlined(on_host, ("phase", "what", "formula", "GiB"), range(3)),
         "",
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
@@ -188,7 +189,7 @@ def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
             rows.append(["", "", f"{part} together", f"{gib:.3f}"])
     rows.append(["likely", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
     rows.append(["safe", "", "with its spread among published peaks", f"{memory.safe_gib:.3f}"])
-    return _outlined(rows, ("part", "what", "formula", "GiB"), text_columns=3)
+    return outlined(rows, ("part", "what", "formula", "GiB"), range(3))
 
 
 def _letters(plan: Plan) -> str:

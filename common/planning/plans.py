@@ -244,15 +244,12 @@ class Plan:
 
     def _rows_expected(self) -> int:
         """Return the rows that would fit if all devices shared all memory, and each row took as much as the next."""
-        rows, gpus = self.job.batch.rows, self.cluster.gpus
+        rows, devices = self.job.batch.rows, list(zip(self.shares, self.cluster.gpus, strict=True))
         need, twice_need = (
-            sum(
-                memory_with_overhead(self.architecture, self._job_with(count), *device).safe_gib
-                for device in zip(self.shares, gpus, strict=True)
-            )
-            for count in (rows, 2 * rows)
+            sum(memory_with_overhead(self.architecture, job, *device).safe_gib for device in devices)
+            for job in map(self._job_with, (rows, 2 * rows))
         )
-        room = sum(gpu.memory_gib for gpu in gpus) - need
+        room = sum(gpu.memory_gib for _, gpu in devices) - need
         return int(rows * (1 + room / max(twice_need - need, 1 / GIB)))
 
     def _fits_with(self, rows: int) -> bool:

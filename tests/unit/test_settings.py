@@ -167,7 +167,7 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
 @pytest.mark.parametrize("way", ["single", "ddp", "pp", "tp"])
 def test_the_gpu_folders_settings_have_the_same_rows_per_step(workflow: ModuleType, way: str) -> None:
     """The folders are copies but for their literals, so that its settings can be made here."""
-    run = read_literal(FOLDER.with_name("run_1_a100_80g_x2") / f"{NAME}.py")
+    run = read_literal((FOLDER.with_name("run_1_a100_80g_x2") / f"{NAME}.py").read_text(encoding="utf-8"))
     for technique in ("full", "lora"):
         setting = workflow.setting_of(run, workflow.LORA, technique, way)
         assert (setting.effective_batch_size, setting.gpu) == (32, run.gpu)

@@ -75,7 +75,7 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
         folder / WORKFLOW, ("run_1_a6000_48g_x2", "run_3_mine"), ("devices=2", "devices=8"), (f"{rows}14", f"{rows}6")
     )
     mend(copied)
-    assert read_literal(folder / WORKFLOW).devices == 8
+    assert read_literal((folder / WORKFLOW).read_text(encoding="utf-8")).devices == 8
     assert "torchrun --nproc_per_node 8 " in (folder / WORKFLOW).read_text()
     assert yaml.safe_load((folder / "my_accelerate_config.yaml").read_text())["num_processes"] == 8
     parameters = parameters_of(folder / "lora_finetuning_with_ddp_acclaunch.ipynb")
