@@ -105,13 +105,13 @@ class Task:
     """What is learnt."""
 
     name: str
-    techniques: tuple[str, ...]  # it is done with these
-    parallelisms: tuple[str, ...]  # and with these
-    auto_class: str  # of Transformers, which loads its models
-    model_kind: Literal["decoder", "encoder", "encoder-decoder", "vision-language"]
-    peft_type: str  # PEFT's name of the task
     objective: str  # its `Objective`, as `module:name`
     rows: str  # what returns its `RowKind`, how rows are read and turned into tokens, as `module:function`
+    techniques: tuple[str, ...] = ("full", "lora")  # it is done with these
+    parallelisms: tuple[str, ...] = ("single", "ddp")  # and with these
+    auto_class: str = "AutoModelForCausalLM"  # of Transformers, which loads its models
+    model_kind: Literal["decoder", "encoder", "encoder-decoder", "vision-language"] = "decoder"
+    peft_type: str = "CAUSAL_LM"  # PEFT's name of the task
     heads: tuple[str, ...] = ()
     """Modules after the layers, by the last part of their names in any family, that are trained in full, also beside
     adapters. Where a base has none they start at random."""
@@ -240,15 +240,11 @@ TASKS: dict[str, Task] = _by_name(
         "chat",
         techniques=tuple(TECHNIQUES),
         parallelisms=tuple(name for name, each in PARALLELISMS.items() if not each.splits_matrices),
-        auto_class="AutoModelForCausalLM",
-        model_kind="decoder",
-        peft_type="CAUSAL_LM",
         objective="common.tasks.answers:ANSWERS",
         rows="common.data.messages:row_kind",
     ),
     Task(
         "classification",
-        techniques=("full", "lora"),
         parallelisms=("single", "ddp", "pp", "tp"),
         auto_class="AutoModelForSequenceClassification",
         model_kind="encoder",
@@ -268,7 +264,6 @@ TASKS: dict[str, Task] = _by_name(
     Task(
         "summarization",
         techniques=("full",),
-        parallelisms=("single", "ddp"),
         auto_class="AutoModelForSeq2SeqLM",
         model_kind="encoder-decoder",
         peft_type="SEQ_2_SEQ_LM",
@@ -286,11 +281,8 @@ TASKS: dict[str, Task] = _by_name(
     ),
     Task(
         "visual_questions",
-        techniques=("full", "lora"),
-        parallelisms=("single", "ddp"),
         auto_class="AutoModelForImageTextToText",
         model_kind="vision-language",
-        peft_type="CAUSAL_LM",
         objective="common.tasks.visual_questions:ANSWERS",
         rows="common.data.pictured_rows:row_kind",
         tokenizer="embedded_vision_base",
@@ -301,11 +293,6 @@ TASKS: dict[str, Task] = _by_name(
     ),
     Task(
         "preferences",
-        techniques=("full", "lora"),
-        parallelisms=("single", "ddp"),
-        auto_class="AutoModelForCausalLM",
-        model_kind="decoder",
-        peft_type="CAUSAL_LM",
         objective="common.tasks.preferences:PAIRS",
         rows="common.data.pairs:row_kind",
         memory="common.planning.pair_terms:PairSums",

@@ -65,7 +65,8 @@ def fake_step(
     # of fake experts PyTorch's grouped product takes bf16 alone; Transformers' own stands in, which keeps the same
     in_bf16 = mock.patch.object(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
     like_gpu = like_triton(batch.labelled) if as_on_gpu and batch.goal.compares else nullcontext()
-    with mode, no_row_is_packed, in_bf16, every_tile_counts(model, batch), like_gpu:
+    tiles = every_tile_counts(model, batch.tiles) if batch.tiles else nullcontext()
+    with mode, no_row_is_packed, in_bf16, tiles, like_gpu:
         return tracked_step(run, model, inputs, as_on_gpu, share, number)
 
 
@@ -92,15 +93,12 @@ def _base_of(model: Model) -> PreTrainedModel:
 
 
 @contextmanager
-def every_tile_counts(model: Model, batch: BatchShape) -> Iterator[None]:
+def every_tile_counts(model: Model, tiles: int) -> Iterator[None]:
     """Let a fake batch's pictures through a vision tower.
 
     Models of Idefics3's kind look for padded tiles and patches, and count image tokens, which fake tensors do not tell.
-    Of whole tiles, as those of `batch`, nothing is left out or masked.
+    Of whole tiles nothing is left out or masked.
     """
-    if not batch.tiles:
-        yield
-        return
     room = sys.modules[type(_base_of(model)).__module__]
     mask = room.create_bidirectional_mask
 
@@ -110,7 +108,7 @@ def every_tile_counts(model: Model, batch: BatchShape) -> Iterator[None]:
     with (
         mock.patch.object(room, "create_bidirectional_mask", without_padding),
         mock.patch.object(room, "torch_compilable_check", _nothing),
-        _Told(torch.clone, {torch.Tensor.item: lambda _: batch.tiles}),  # every tile is chosen
+        _Told(torch.clone, {torch.Tensor.item: lambda _: tiles}),  # every tile is chosen
     ):
         yield
 

@@ -104,10 +104,7 @@ def check_settings(run: RunConfig) -> RunConfig:
 
 def check_trackers(run: RunConfig) -> None:
     """Raise BadInputError unless Transformers knows each experiment tracker, and it is installed."""
-    from transformers.integrations.integration_utils import (
-        INTEGRATION_TO_CALLBACK,
-        get_available_reporting_integrations,
-    )
+    from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
     trackers = names_in(run.report_to)
     for tracker in trackers:

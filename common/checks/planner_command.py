@@ -14,14 +14,7 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
-from common.checks.planner_options import (
-    PlannerOptions,
-    cluster_of,
-    evaluation_of,
-    job_of,
-    read_options,
-    techniques_asked,
-)
+from common.checks.planner_options import PlannerOptions, cluster_of, evaluation_of, job_of, read_options
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
 from common.planning.architectures import as_classifier, read_architecture
@@ -74,7 +67,7 @@ def answer(options: PlannerOptions) -> int:
         job,
         cluster,
         calibration,
-        techniques_asked(options),
+        options.techniques,
         (options.parallel,) if options.parallel else None,
         options.gradient_checkpointing,
         options.precision,

@@ -101,6 +101,17 @@ class PlannerOptions:
             if name in idle and getattr(self, name) != getattr(type(self), name):
                 raise BadInputError(f"{short_option(self, name)} is for {idle[name]}: leave it out.")
 
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """The technique that is named, else all that suit task and parallelism; quantization needs qlora."""
+        if self.technique:
+            return (self.technique,)
+        takes_4_bits = self.parallel is None or PARALLELISMS[self.parallel].takes_4_bits
+        is_chat = not (self.classes or self.tiles or task_of(self).compares)
+        if not (is_chat and takes_4_bits) and not self.quantization:
+            return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
+        return tuple(TECHNIQUES)
+
 
 def short_option(options: PlannerOptions, name: str) -> str:
     """Return the shortest spelling of an option on the command line."""
@@ -222,14 +233,3 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         has_independent_judge=is_judged,
         other_tokens=OTHER_TOKENS * (task_of(options).learns_answers and not summarizes),
     )
-
-
-def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
-    """Return the technique that is named, else all that suit task and parallelism; quantization needs qlora."""
-    if options.technique:
-        return (options.technique,)
-    takes_4_bits = options.parallel is None or PARALLELISMS[options.parallel].takes_4_bits
-    is_chat = not (options.classes or options.tiles or task_of(options).compares)
-    if not (is_chat and takes_4_bits) and not options.quantization:
-        return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
-    return tuple(TECHNIQUES)

@@ -4,15 +4,17 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY, from_repository
 from common.base.run_config import RunConfig
 from common.base.run_folders import lora_of, run_folders, workflow_does, workflows_of
+from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.models.smollm2 import SMOLLM2
-from common.planning.job import ALL_LINEAR, Job
+from common.planning.job import ALL_LINEAR
 from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan
 from common.runtime.torchrun import nodes_command
@@ -83,7 +85,7 @@ def command_of_run(run: RunConfig, device: str) -> str:
     return _command(run, run.task, device, wanted, run.nodes)
 
 
-def _command(way: Job | RunConfig, task: str, device: str, wanted: dict[str, object], nodes: int) -> str:
+def _command(way: HasSpecs, task: str, device: str, wanted: dict[str, Any], nodes: int) -> str:
     """Return the command with the run folder that takes the settings with the fewest options."""
     taken, refusal = [], f"none does {way.technique} with {way.parallel}."
     for folder, literal in run_folders().items():
@@ -123,12 +125,12 @@ def _task_of(plan: Plan) -> str:
     return "classification" if plan.job.batch.classes else ""
 
 
-def _options(folder: Path, literal: RunConfig, way: Job | RunConfig, wanted: dict[str, object]) -> list[str]:
+def _options(folder: Path, literal: RunConfig, way: HasSpecs, wanted: dict[str, Any]) -> list[str]:
     """Return what to pass to the folder's command, for the settings that a run like its own is to have."""
-    has_settings = lora_of(folder)
-    own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
+    own = setting_of_folder(folder, way.technique, way.parallel) if lora_of(folder) else literal
     wanted = wanted.copy()
-    wanted |= _fitting(way, own) | _model_settings(own, wanted.pop("model"), wanted.pop("model_revision"))
+    wanted |= _fitting(way, own, wanted["max_length"])
+    wanted |= _model_settings(own, wanted.pop("model"), wanted.pop("model_revision"))
     if not own.per_device_eval_batch_size:  # the run chooses as the planner does
         wanted.pop("per_device_eval_batch_size", None)
     own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
@@ -183,12 +185,11 @@ def _settings(plan: Plan) -> dict[str, object]:
     return wanted
 
 
-def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
+def _fitting(way: HasSpecs, own: RunConfig, length: int) -> dict[str, object]:
     """Return what has to change besides in a folder's own run, so that its settings do not exclude each other."""
     changes: dict[str, object] = {}
     if way.data_parallel_ranks == 1:
         changes["learning_rate_scaling"] = "none"
-    length = way.batch.length if isinstance(way, Job) else way.max_length
     if own.pad_to_multiple_of and length % own.pad_to_multiple_of:
         changes["pad_to_multiple_of"] = 0
     return changes

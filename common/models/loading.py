@@ -101,8 +101,7 @@ def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, 
 
 def check_model(model: str, revision: str = "") -> str:
     """Return what to load for the setting `model`: a folder (MiniLM and SmolLM2 have one), or the Hub id as it is."""
-    if not is_hub_id(model):
-        refuse_revision(model, revision)
+    refuse_revision(model, revision)
     if model == MINILM:
         check_minilm(f"model is {MINILM}", "another --model")
         return str(minilm_folder())

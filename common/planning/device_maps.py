@@ -5,7 +5,6 @@ A *share* is what one device holds, in numbers. A *device map* says the same in 
 decides, and the empty one stands for all.
 """
 
-import difflib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, closest
 from common.base.paths import find_here
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Family
@@ -44,12 +43,12 @@ def whole_model_on(device: str) -> dict[str, str]:
 
 def balanced_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
     """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full."""
-    return _least_full(architecture, job, gpus, _search)
+    return _least_full(architecture, job, gpus, _Fullness.searched)
 
 
 def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
     """Give each device of a job with mp or pp equally many layers; the first ones one more where they do not divide."""
-    return _least_full(architecture, job, gpus, _evenly)
+    return _least_full(architecture, job, gpus, _Fullness.even)
 
 
 @lru_cache(maxsize=100)
@@ -70,7 +69,7 @@ def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ..
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
     """Give each device of a job with mp or pp contiguous layers that fit; None where none fit."""
-    found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
+    found = (fullness.filled(level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
     return next(filter(None, found), None)
 
 
@@ -121,43 +120,40 @@ class _Fullness:
     def highest(self, shares: Sequence[Share]) -> float:
         return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
 
+    def even(self) -> tuple[Share, ...]:
+        layers, stages = self.architecture.layers, len(self.gpus)
+        starts = [stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1)]
+        return tuple(self.share(stage, *starts[stage : stage + 2]) for stage in range(stages))
 
-def _evenly(fullness: _Fullness) -> tuple[Share, ...]:
-    layers, stages = fullness.architecture.layers, len(fullness.gpus)
-    starts = [stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1)]
-    return tuple(fullness.share(stage, *starts[stage : stage + 2]) for stage in range(stages))
+    def searched(self) -> tuple[Share, ...]:
+        """Return the placement that no other is clearly less full than.
 
+        Each round first asks for one just below the best found (even shares are seldom far from it), and then halves.
+        """
+        best, low = self.even(), 0.0
+        while better := self.filled((1 - NEARLY_THE_BEST) * self.highest(best)):
+            best, middle = better, (low + self.highest(better)) / 2
+            half = self.filled(middle)
+            best, low = (half, low) if half else (best, middle)
+        return best
 
-def _search(fullness: _Fullness) -> tuple[Share, ...]:
-    """Return the placement that no other is clearly less full than.
+    def filled(self, level: float) -> tuple[Share, ...] | None:
+        """Give each device as many layers as fill it up to `level`; None where layers are left over."""
+        layers, stages = self.architecture.layers, len(self.gpus)
+        shares, start, guess = [], 0, layers // stages
+        for stage, gpu in enumerate(self.gpus):
+            later = stages - stage - 1  # each of them gets a layer at least; the last device takes what is left
 
-    Each round first asks for one just below the best found (even shares are seldom far from it), and then halves.
-    """
-    best, low = _evenly(fullness), 0.0
-    while better := _fill(fullness, (1 - NEARLY_THE_BEST) * fullness.highest(best)):
-        best, middle = better, (low + fullness.highest(better)) / 2
-        half = _fill(fullness, middle)
-        best, low = (half, low) if half else (best, middle)
-    return best
+            def takes(count: int, stage: int = stage, start: int = start, gpu: Gpu = gpu) -> bool:
+                return self.of(self.share(stage, start, start + count), gpu) <= level
 
-
-def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
-    """Give each device as many layers as fill it up to `level`; None where layers are left over."""
-    layers, stages = fullness.architecture.layers, len(fullness.gpus)
-    shares, start, guess = [], 0, layers // stages
-    for stage, gpu in enumerate(fullness.gpus):
-        later = stages - stage - 1  # each of them gets a layer at least; the last device takes what is left
-
-        def takes(count: int, stage: int = stage, start: int = start, gpu: Gpu = gpu) -> bool:
-            return fullness.of(fullness.share(stage, start, start + count), gpu) <= level
-
-        left = layers - start
-        guess = largest(takes, left - later, guess) if later else left if takes(left) else 0
-        if not guess:
-            return None
-        shares.append(fullness.share(stage, start, start + guess))
-        start += guess
-    return tuple(shares)
+            left = layers - start
+            guess = largest(takes, left - later, guess) if later else left if takes(left) else 0
+            if not guess:
+                return None
+            shares.append(self.share(stage, start, start + guess))
+            start += guess
+        return tuple(shares)
 
 
 # -- between shares and device maps
@@ -224,10 +220,10 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
     if file is None:
         raise BadInputError(f"There is no device map {path}: pass balanced, even, or a JSON file such as {example}.")
     try:
-        pairs = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
+        pairs = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=tuple)  # with repeated keys
     except (OSError, ValueError) as error:
         raise BadInputError(f"The device map {path} is not JSON ({error}): write it such as {example}.") from None
-    if not isinstance(pairs, _Pairs) or not pairs:
+    if not isinstance(pairs, tuple) or not pairs:
         raise BadInputError(f"The device map {path} is no object with modules in it: write it such as {example}.")
     device_map = dict(pairs)
     names = Counter(name for name, _ in pairs)
@@ -239,10 +235,6 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
                 f"The device map {path} has {device!r} for {module}: write a device's number, or its name."
             )
     return device_map
-
-
-class _Pairs(list):
-    """A JSON object with all its keys, repeated ones, too."""
 
 
 def check_device_map(
@@ -273,8 +265,8 @@ def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> No
     modules = {prefix for name in names for prefix in _prefixes(name)}
     for entry in device_map:
         if entry not in modules and WEIGHTLESS_MODULES.isdisjoint(entry.split(".")):
-            near = difflib.get_close_matches(entry, sorted(modules), n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out."
+            near = closest(entry, sorted(modules))
+            remedy = f"did you mean {near}?" if near else "leave it out."
             raise BadInputError(f"The device map has {entry!r}, of which the model has no weight: {remedy}")
 
 

@@ -44,8 +44,7 @@ def find_config(model: str, revision: str = "") -> Path:
     Raises:
         BadInputError: It is none of these, or has a `revision` and is no Hub id.
     """
-    if revision and not is_hub_id(model):
-        refuse_revision(model, revision)
+    refuse_revision(model, revision)
     places = _places_of_config(model) if not revision else [_cached_config(model, revision)]
     path = next((place for place in places if place and place.is_file()), None)
     if path:
@@ -72,12 +71,8 @@ def _places_of_config(model: str) -> Iterator[Path | None]:
 
 
 def refuse_revision(model: str, revision: str) -> None:
-    """Refuse the revision of a model that is no Hub id; an empty one passes.
-
-    Raises:
-        BadInputError: with both.
-    """
-    if revision:
+    """Raise BadInputError for the revision of a model that is no Hub id; an empty one passes."""
+    if revision and not is_hub_id(model):
         raise BadInputError(
             f"model_revision is {revision!r}, but it is for models of the Hub, and {model} is not the id of "
             "one: leave --model_revision out."

@@ -47,42 +47,34 @@ def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float
     return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
 
 
-def phases_of(
-    architecture: Architecture,
-    job: Job,
-    share: Share,
-    gpu: Gpu,
-    reloads_adapter: bool = True,
-    merges: bool = True,
-    stage: Share | None = None,
-) -> tuple[Phase, ...]:
-    """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
-
-    `reloads_adapter`, `merges`: the device's rank loads the saved adapter again, or merges it. `stage`: what it holds
-    of a model that answers beside training; None: all of it, or with mp as much as in training.
-    """
-    training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
-    if job.evaluation is None:
-        return (training,)
-    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter, merges, stage)
-    evaluations = sums.evaluation("baseline evaluation", tuned=False), sums.evaluation("final evaluation", tuned=True)
-    return sums.loading(), evaluations[0], training, sums.validation(), sums.saving(), sums.merging(), evaluations[1]
-
-
 @dataclass(frozen=True)
-class _PhaseSums:
-    """The terms of the phases beside training."""
+class PhaseSums:
+    """The terms of a run's phases on one device."""
 
     architecture: Architecture
     job: Job
-    shape: EvaluationShape
     share: Share
     gpu: Gpu
-    reloads_adapter: bool
-    merges: bool
-    stage: Share | None
+    reloads_adapter: bool = True  # its rank loads the saved adapter again
+    merges: bool = True  # and merges it
+    stage: Share | None = None  # of a model that answers beside training; None: all of it, or with mp as in training
+
+    @property
+    def shape(self) -> EvaluationShape:
+        """What the phases beside training work on."""
+        return self.job.evaluation
 
     # -- phases
+
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the phases in their order; training alone where no evaluation is planned."""
+        memory = memory_with_overhead(self.architecture, self.job, self.share, self.gpu)
+        training = Phase(TRAINING, "trained model", memory)
+        if self.job.evaluation is None:
+            return (training,)
+        before = self.evaluation("baseline evaluation", tuned=False)
+        after = self.evaluation("final evaluation", tuned=True)
+        return self.loading(), before, training, self.validation(), self.saving(), self.merging(), after
 
     def loading(self) -> Phase:
         """Return the model when its last weight is there; or a module that is whole before it is divided.

@@ -22,7 +22,7 @@ from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
 from common.planning.phase_times import PhaseTimes, phase_times
-from common.planning.phases import TRAINING, Phase, phases_of
+from common.planning.phases import TRAINING, Phase, PhaseSums
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.searches import largest
 from common.planning.shares import Share, stages_of, whole_model
@@ -75,8 +75,9 @@ class Plan:
         reloads = [merging or stages > 1 for merging in merges]  # every group compares
         parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
         of_devices = [parts[number % stages] for number in numbers]
-        once = cache(partial(phases_of, self.architecture, self.job))  # of equal devices: 512 GPUs are alike
-        return tuple(map(once, self.shares, self.cluster.gpus, reloads, merges, of_devices))
+        # of equal devices once: 512 GPUs are alike
+        phases_of = cache(lambda *device: PhaseSums(self.architecture, self.job, *device).phases())
+        return tuple(map(phases_of, self.shares, self.cluster.gpus, reloads, merges, of_devices))
 
     @cached_property
     def _each_phase(self) -> list[Highest]:

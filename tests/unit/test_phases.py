@@ -17,7 +17,7 @@ from common.models.placement import check_fits
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.device_maps import answering_shares
 from common.planning.job import BatchShape, EvaluationShape, Job
-from common.planning.phases import JUDGE_HIDDEN, PHASES, TRAINING, phases_of
+from common.planning.phases import JUDGE_HIDDEN, PHASES, TRAINING, PhaseSums
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share, whole_model
 from common.runtime.memory_tracker import MemoryTracker
@@ -49,7 +49,7 @@ def attention(request: pytest.FixtureRequest, model: PreTrainedModel) -> Iterato
 
 def planned_bytes(architecture: Architecture, name: str, attention: str) -> float:
     job = Job("full", "single", BatchShape(4, 64, 63), precision="fp32", evaluation=SHAPE, attention=attention)
-    found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"))
+    found = PhaseSums(architecture, job, whole_model(architecture), find_gpu("a6000")).phases()
     (phase,) = (phase for phase in found if phase.name == name)
     return sum(term.count for term in phase.memory.terms if term.part not in ("weights", "optimizer", "overhead"))
 
@@ -140,7 +140,7 @@ def test_each_stage_has_its_own_layers_keys_and_values_for_the_rows_of_all(archi
     parts = answering_shares(architecture, 3)
 
     def cached(job: Job, stage: Share | None) -> float:
-        found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"), stage=stage)
+        found = PhaseSums(architecture, job, whole_model(architecture), find_gpu("a6000"), stage=stage).phases()
         (phase,) = (phase for phase in found if phase.name == "baseline evaluation")
         return sum(term.count for term in phase.memory.terms if term.what.startswith("keys and values"))
 
@@ -156,7 +156,7 @@ def test_the_independent_judge_is_whole_on_each_rank_for_the_rows_of_one(archite
     first = answering_shares(architecture, 3)[0]
 
     def judging(job: Job) -> float:
-        found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"), stage=first)
+        found = PhaseSums(architecture, job, whole_model(architecture), find_gpu("a6000"), stage=first).phases()
         (memory,) = (phase.memory for phase in found if phase.name == "baseline evaluation")
         assert memory.moment == "the independent judge"
         return sum(term.count for term in memory.terms if term.part == "activations")

@@ -11,7 +11,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_folder
-from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options, techniques_asked
+from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options
 from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
@@ -36,7 +36,7 @@ def plans_of(question: str) -> list[Plan]:
     architecture = read_architecture(options.model, classes=options.classes)
     job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     return ranked_plans(
-        architecture, job, cluster_of(options), {}, techniques_asked(options),
+        architecture, job, cluster_of(options), {}, options.techniques,
         (options.parallel,) if options.parallel else None,
     )  # fmt: skip
 
