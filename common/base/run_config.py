@@ -89,8 +89,7 @@ class RunConfig(
         """Refuse a token or a password, which records and notebooks would keep."""
         secrets = secrets_here()
         for name, value in self.to_dict().items():
-            found = secret_in(value, secrets) if isinstance(value, str) else None
-            if found:
+            if isinstance(value, str) and (found := secret_in(value, secrets)):
                 raise BadInputError(f"{name} has {found} in it, which records would keep: leave it in the environment.")
 
     @property

@@ -84,9 +84,8 @@ def answer(options: PlannerOptions) -> int:
         with suppress(BadInputError):
             run = command_of(plans[0]) if plans[0].may_fit else None
         said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
-        if alone:
-            said["one_machine"] = figures_alone
-        print(json.dumps(said | {"run": run}, indent=2))
+        one_machine = {"one_machine": figures_alone} if alone else {}
+        print(json.dumps(said | one_machine | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
     names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))

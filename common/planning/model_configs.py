@@ -108,8 +108,6 @@ def _looks_like_id(model: str) -> bool:
 
 def _cached_config(model: str, revision: str = "") -> Path | None:
     """Return the config.json of a revision in the cache, in a folder called by its commit; None where it lacks it."""
-    if not _cached_configs(model):
-        return None
     from huggingface_hub import constants, try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json", constants.HF_HUB_CACHE, revision or None)
@@ -126,8 +124,7 @@ def _cached_configs(model: str) -> list[Path]:
 def read_config(path: Path, model: str) -> dict[str, Any]:
     """Return what the config.json of `model` holds, before any library makes something of it.
 
-    Raises:
-        BadInputError: It is no object of JSON, or has more layers or labels than any model.
+    Raise BadInputError where it is no object of JSON, or has more layers or labels than any model.
     """
     place = f"{path.name} of {model}"
     with reading(place, PUBLISHED):
@@ -143,11 +140,7 @@ def read_config(path: Path, model: str) -> dict[str, Any]:
 
 
 def check_sizes(config: dict[str, Any], place: str) -> None:
-    """Refuse sizes of a model of a known kind that are no sizes.
-
-    Raises:
-        BadInputError: with the key and its value.
-    """
+    """Raise BadInputError, with the key and its value, for sizes of a model of a known kind that are no sizes."""
     for key, value in _values_in(config):
         is_whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
         if key in SIZES and value is not None and not is_whole:

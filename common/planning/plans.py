@@ -9,15 +9,8 @@ from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
+from common.planning import device_maps
 from common.planning.architectures import Architecture
-from common.planning.device_maps import (
-    answering_shares,
-    balanced_shares,
-    even_shares,
-    read_device_map,
-    shares_of_map,
-    shares_that_fit,
-)
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
@@ -73,7 +66,7 @@ class Plan:
         is_alone, numbers = self.job.parallelism.in_one_process, range(len(self.shares))
         merges = [is_alone or number < stages for number in numbers]  # the first rank, or group of ranks
         reloads = [merging or stages > 1 for merging in merges]  # every group compares
-        parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
+        parts = device_maps.answering_shares(self.architecture, stages) if stages > 1 else (None,)
         of_devices = [parts[number % stages] for number in numbers]
         # of equal devices once: 512 GPUs are alike
         phases_of = cache(lambda *device: PhaseSums(self.architecture, self.job, *device).phases())
@@ -256,7 +249,7 @@ class Plan:
     def _fits_with(self, rows: int) -> bool:
         architecture, gpus, job = self.architecture, self.cluster.gpus, self._job_with(rows)
         if job.parallelism.splits_layers and not self.placed_by_hand:
-            return shares_that_fit(architecture, job, gpus) is not None
+            return device_maps.shares_that_fit(architecture, job, gpus) is not None
         return all(
             memory_with_overhead(architecture, job, share, gpu).safe_gib <= gpu.memory_gib
             for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
@@ -285,8 +278,9 @@ def make_plan(
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
     """
     _check_fit(architecture, job)
-    whole = [whole_model(architecture)] * job.devices
-    placed = shares or (balanced_shares(architecture, job, cluster.gpus) if job.parallelism.splits_layers else whole)
+    placed = shares or [whole_model(architecture)] * job.devices
+    if job.parallelism.splits_layers and not shares:
+        placed = device_maps.balanced_shares(architecture, job, cluster.gpus)
     placed = tuple(
         replace(share, in_flight=job.in_flight(number), keeps_first_gradients=job.keeps_first_gradients(number))
         for number, share in enumerate(placed)
@@ -346,9 +340,10 @@ def plan_run(
     architecture, job = architecture_of_run(run, batch), job_of_run(run, batch, evaluation)
     gpus, shares = (gpu,) * run.devices, None
     if job.parallelism.splits_layers and run.device_map == "even":
-        shares = even_shares(architecture, job, gpus)
+        shares = device_maps.even_shares(architecture, job, gpus)
     elif job.parallelism.splits_layers and run.device_map not in ("balanced", "auto"):
-        shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
+        device_map = device_maps.read_device_map(run.device_map)
+        shares = device_maps.shares_of_map(architecture, device_map, len(gpus))
     link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
     calibration = calibration_from(kept_records(), batch.task)
     return with_rows_for(run, make_plan(architecture, job, Cluster(gpus, run.nodes, link), calibration, shares))

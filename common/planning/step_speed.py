@@ -141,7 +141,7 @@ def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
 def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     batch, queries = job.batch, architecture.query_size
     layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
-    for stack, count in zip(architecture.stacks, share.layers, strict=True):
+    for stack, count in share.stacks_of(architecture):
         for linear in stack.linears:
             twice_tokens = count * 2 * batch.tokens_into(linear, stack)
             layers += twice_tokens * linear.weights
@@ -194,7 +194,7 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
     (forward_in, backward_in), (forward_out, backward_out) = kernels.adapter_inputs, kernels.adapter_outputs
     per_input, per_output = forward_passes * forward_in + backward_in, forward_passes * forward_out + backward_out
     makes_copies = job.autocasts and not job.method.quantizes  # of fp32 weights in 16 bits, in each forward pass
-    for stack, layers in zip(architecture.stacks, share.layers, strict=True):
+    for stack, layers in share.stacks_of(architecture):
         count += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
             tokens, size = job.batch.tokens_into(linear, stack), linear.weights

@@ -122,9 +122,7 @@ class Speed:
         """Return the seconds that one device computes in a step."""
         if self.flops_per_s is None:
             return computing_time(architecture, job, share, gpu).total_s / self.times
-        weights = sum(
-            layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
-        )
+        weights = sum(layers * stack.layer_parameters for stack, layers in share.stacks_of(architecture))
         passes = 3 if job.gradient_checkpointing else 2
         read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
         return max(step_flops(architecture, job, share).total / self.flops_per_s, read_s)

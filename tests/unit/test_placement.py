@@ -256,14 +256,14 @@ def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
 
 
 def test_a_search_ends_after_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill, rounds = device_maps._fill, []
+    fill, rounds = device_maps._Fullness.filled, []
 
     def counted(*arguments: Any) -> Any:
         rounds.append(arguments)
         assert len(rounds) < 50, "it goes on although nothing gets better"
         return fill(*arguments)
 
-    monkeypatch.setattr(device_maps, "_fill", counted)
+    monkeypatch.setattr(device_maps._Fullness, "filled", counted)
     placed(ON_A6000S, 8)
     assert rounds
 
