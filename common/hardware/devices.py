@@ -90,7 +90,7 @@ def cpu_name() -> str:
 
 
 def visible_gpus(
-    names_by_uuid: Mapping[str, str], visible: str | None, slices_by_uuid: Mapping[str, Mapping[str, str]]
+    names_by_uuid: Mapping[str, str], visible: str | None, slices_by_uuid: Mapping[str, Mapping[str, str]] | None = None
 ) -> list[str]:
     """Return the names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, as CUDA reads it.
 
@@ -99,6 +99,7 @@ def visible_gpus(
     the first of those that it may, and nothing beside it. (CUDA C++ Programming Guide, "CUDA Environment Variables";
     NVIDIA MIG User Guide, "Device Enumeration".)
     """
+    slices_by_uuid = slices_by_uuid or {}
     seen = {uuid: next(iter(slices_by_uuid.get(uuid, {}).values()), name) for uuid, name in names_by_uuid.items()}
     of_slices = {uuid: name for slices in slices_by_uuid.values() for uuid, name in slices.items()}
     entries = map(str, range(len(seen))) if visible is None else map(str.strip, visible.split(","))
