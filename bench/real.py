@@ -2,7 +2,7 @@
 
 from bench.entries import Entry, measured
 from bench.training import SHARE_OF_BARE, median, repeats
-from common.models.smollm2 import SMOLLM2, smollm2_folder
+from common.models.real_models import SMOLLM2, smollm2_folder
 
 COMMAND = "python -m bench real"
 TOOLS = ("ours", "sft-best", "bare")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.models.smollm2 import SMOLLM2
+from common.models.real_models import SMOLLM2
 from common.records.store import REAL, RECORD_NAME, STUDY, keep_record, load_record
 from common.runtime.launchers import stream_command
 

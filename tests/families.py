@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 
 from common.models.loading import EMBEDDED_BASE, EMBEDDED_SUMMARIZER
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}  # fmt: skip

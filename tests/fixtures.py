@@ -30,7 +30,7 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.data.splits import read_splits
 from common.models.loading import EMBEDDED_SUMMARIZER, load_tokenizer
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 from common.records.store import RECORD_NAME, Record, kept_records, load_record
 from common.runtime.launchers import accelerate_command, torchrun_command
 from common.runtime.rank import end_rank

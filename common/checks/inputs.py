@@ -41,9 +41,9 @@ from common.models.loading import (
     model_without_weights,
     weight_dtype,
 )
-from common.models.minilm import check_minilm
 from common.models.placement import check_placement_and_memory
 from common.models.quantization import check_bitsandbytes
+from common.models.real_models import check_minilm
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import check_weight_files
 from common.records.store import default_run_name

@@ -17,7 +17,7 @@ from common.data.pictures import picture_ids, reference_to
 from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import any_shape_config, load_tokenizer, longest_readable
-from common.models.minilm import MINILM
+from common.models.real_models import MINILM
 from common.planning.job import BatchShape, with_tiles
 
 

@@ -17,8 +17,8 @@ from common.base.run_folders import lora_of
 from common.base.settings import BY_MODEL
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
+from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
-from common.models.smollm2 import SMOLLM2
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
 

@@ -39,10 +39,9 @@ from common.data.answer_ends import stops_of
 from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
-from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, ending_with
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
-from common.models.smollm2 import SMOLLM2, smollm2_folder
+from common.models.real_models import MINILM, SMOLLM2, check_minilm, minilm_folder, smollm2_folder
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.model_configs import (
     PUBLISHED,

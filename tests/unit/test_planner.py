@@ -18,7 +18,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.planner_command import main
 from common.hardware.devices import CPU_DEVICE, cpu_device, find_gpu
-from common.models.minilm import MINILM
+from common.models.real_models import MINILM
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.models.loading import check_model
-from common.models.smollm2 import SMOLLM2
+from common.models.real_models import SMOLLM2
 from common.planning.model_configs import find_config
 from common.serving.gguf_file import export_gguf
 from tests.pace import patient
@@ -29,7 +29,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def test_the_command_that_fetches_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("common.models.smollm2.FOLDER", tmp_path / SMOLLM2)
+    monkeypatch.setattr("common.models.real_models.FOLDER", tmp_path / SMOLLM2)
     with pytest.raises(BadInputError, match="make real"):
         check_model(SMOLLM2)
     (tmp_path / SMOLLM2).mkdir()

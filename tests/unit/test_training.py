@@ -40,7 +40,7 @@ from common.data.splits import load_splits, tokenized, tokens_of
 from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.merging import next_token_logits
-from common.models.minilm import minilm_folder
+from common.models.real_models import minilm_folder
 from common.models.trained_weights import add_lora
 from common.planning.step_speed import COUNTED
 from common.runtime.rank import end_rank

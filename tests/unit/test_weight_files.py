@@ -17,7 +17,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_weights
 from common.models.loading import EMBEDDED_BASE, EMBEDDED_SUMMARIZER, any_shape_config, load_base_model, model_class
-from common.models.minilm import MINILM
+from common.models.real_models import MINILM
 from common.models.weight_files import check_weight_files, weights_in_files
 from common.planning.device_maps import whole_model_on
 from common.runtime.machines import digest_of_model
