@@ -14,19 +14,19 @@ from functools import partial
 from statistics import fmean
 
 import torch
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.answer_ends import stops_of
 from common.data.batches import make_collator
 from common.data.pictures import pixels_of
-from common.data.rows import IGNORED_LABEL, Row, answer_of, is_plain, question_of
+from common.data.rows import Row, answer_of, is_plain, question_of
 from common.data.templates import prompt_ids
 from common.models.loading import longest_readable
 from common.models.real_models import MAX_TOKENS, minilm_folder
 from common.runtime.recorder import RunRecorder
-from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
+from common.tasks.objectives import VALIDATION_LOSS, Objective, answer_results, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
 from common.tasks.samples import samples
 
@@ -38,19 +38,6 @@ Scores = tuple[float | None, float | None]
 
 
 # -- in training
-
-
-def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
-
-    `logits` has shape (rows, positions, vocabulary), `targets`, what each position is to predict, (rows, positions).
-    Row by row, as fp32 copies of all rows' logits would take several times their memory.
-    """
-    losses = [
-        cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
-        for row, wanted in zip(logits, targets, strict=True)
-    ]
-    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)
 
 
 def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

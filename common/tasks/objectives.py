@@ -39,6 +39,19 @@ class Objective:
     prepare: Callable[[PreTrainedModel], None] | None = None  # what is done to a model before it trains
 
 
+def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
+
+    `logits` has shape (rows, positions, vocabulary), `targets`, what each position is to predict, (rows, positions).
+    Row by row, as fp32 copies of all rows' logits would take several times their memory.
+    """
+    losses = [
+        cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
+        for row, wanted in zip(logits, targets, strict=True)
+    ]
+    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)
+
+
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
     """Return the validation loss, from the sum of the losses and the number of tokens of all rows.
 

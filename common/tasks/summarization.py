@@ -13,7 +13,6 @@ import evaluate
 import torch
 from accelerate.utils import gather_object
 from rouge_score.rouge_scorer import RougeScorer
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.print_prefix import print_figures
@@ -21,22 +20,16 @@ from common.data.batches import make_collator
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import tokens_of
 from common.runtime.recorder import RunRecorder
-from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss, step_loss
+from common.tasks.objectives import VALIDATION_LOSS, Objective, answer_results, mean_loss, step_loss
 from common.tasks.predictions import predict_rows, report_predictions
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As `answers.answer_results`, of logits at the summary's own positions."""
-    losses = cross_entropy(logits.float().mT, labels, ignore_index=IGNORED_LABEL, reduction="none")
-    return torch.stack([losses.sum(1), (labels != IGNORED_LABEL).sum(1)], dim=1)
-
-
 SUMMARIES = Objective(
     lambda tokenizer, model, run: make_collator(tokenizer, model, run.pad_to_multiple_of),
-    summary_results,
+    answer_results,
     mean_loss,
     VALIDATION_LOSS,
     False,

@@ -21,8 +21,7 @@ from transformers import (
 from common.data.rows import IGNORED_LABEL
 from common.models import chunked_loss
 from common.models.chunked_loss import BART_LIKE, compute_loss_in_chunks, takes_chunks
-from common.tasks.objectives import step_loss
-from common.tasks.summarization import summary_results
+from common.tasks.objectives import answer_results, step_loss
 
 SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip
@@ -132,7 +131,7 @@ def test_summaries_have_the_loss_and_gradients_of_whole_logits(kind: str, monkey
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, logits)
         losses = model(**batch).token_losses
-    of_rows = summary_results(outputs.logits, batch["labels"])[:, 0]
+    of_rows = answer_results(outputs.logits, batch["labels"])[:, 0]
     assert torch.allclose(losses.sum(1), of_rows, rtol=1e-6)
 
 

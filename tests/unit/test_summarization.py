@@ -19,8 +19,8 @@ from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
-from common.tasks.objectives import step_loss
-from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_results
+from common.tasks.objectives import answer_results, step_loss
+from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize
 
 BAR = 0.35
 """What copying must not reach."""
@@ -140,6 +140,6 @@ def test_losses_of_uneven_shares_add_up_to_the_whole_batchs_mean() -> None:
         shares = [(logits[:cut], labels[:cut]), (logits[cut:], labels[cut:])]
         assert sum(loss_of(*share, labelled=12) for share in shares) == pytest.approx(whole)
     assert loss_of(logits[3:], labels[3:], labelled=12) == 0  # a row without a label adds nothing, and no nan
-    results = summary_results(logits, labels)  # of validation
+    results = answer_results(logits, labels)  # of validation
     assert results[:, 1].tolist() == [7, 1, 4, 0]
     assert results[:, 0].sum().item() / 12 == pytest.approx(whole)
