@@ -197,8 +197,8 @@ LOSS = (
     Fault(
         "a classifier's loss is averaged per share, not over the whole step",
         "common/tasks/objectives.py",
-        'ignore_index=IGNORED_LABEL, reduction="sum")\n',
-        'ignore_index=IGNORED_LABEL, reduction="mean")\n',
+        'cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")\n',
+        'cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="mean")\n',
         _unit("classification", "losses_of_uneven_shares_add_up_to_the_mean_of_the_whole"),
     ),
     Fault(
@@ -210,7 +210,7 @@ LOSS = (
     ),
     Fault(
         "the validation loss is divided by rows, not by tokens",
-        "common/tasks/answers.py",
+        "common/tasks/objectives.py",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
         _unit("training", "validation_computes_logits_at_answers_alone_and_the_same_loss"),

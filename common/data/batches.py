@@ -161,10 +161,7 @@ class EpochBatches(Sampler[list[int]]):
         return map(self.own, self.global_batches())
 
     def __len__(self) -> int:
-        shortest, longest = min(map(len, self.parts)), max(map(len, self.parts))
-        full_steps = shortest // (self.rows_at_once * self.accumulation_steps)
-        rest = longest - full_steps * self.rows_at_once * self.accumulation_steps
-        return full_steps * self.accumulation_steps + math.ceil(rest / self.rows_at_once)
+        return math.ceil(max(map(len, self.parts)) / self.rows_at_once)  # only the last ones are not full
 
     @property
     def rows_per_step(self) -> int:

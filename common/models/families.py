@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -66,7 +67,10 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
-    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or _names_layers(run):
+    if not run.method.has_adapters or run.target_modules != recipe_targets(run):
+        return {}, ""
+    with suppress(BadInputError):  # of names that no layer has
+        layers_called(model_without_weights(run), run.target_modules, with_head=True)
         return {}, ""
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
@@ -129,14 +133,6 @@ def recipe_targets(run: RunConfig) -> str:
     """Return the layers that the run folder's recipe for adapters names; empty where it names none."""
     recipe = lora_of(REPOSITORY / run.run_folder) if run.run_folder else {}
     return str(recipe.get("target_modules", ""))
-
-
-def _names_layers(run: RunConfig) -> bool:
-    try:
-        layers_called(model_without_weights(run), run.target_modules, with_head=True)
-    except BadInputError:
-        return False
-    return True
 
 
 def check_targets(run: RunConfig) -> None:

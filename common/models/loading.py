@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -272,11 +272,8 @@ def load_base_model(
     kind = getattr(transformers, run.goal.auto_class)
     if each or unread:
         kind = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
-    if each and not unread:
-        with each_as_it_is_read(kind, each) as watched:
-            model = load_pretrained(watched, run, device_map, source, **settings)
-    else:
-        kind = ending_with(kind, unread) if unread else kind
+    at_once = ending_with(kind, unread) if unread else kind
+    with each_as_it_is_read(kind, each) if each and not unread else nullcontext(at_once) as kind:
         model = load_pretrained(kind, run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 

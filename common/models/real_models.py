@@ -1,4 +1,4 @@
-"""Two real models that Python packages carry, so that they need no hub: MiniLM, an encoder, and SmolLM2, which chats."""
+"""Two real models that Python packages carry, so that no hub is needed: MiniLM encodes texts, SmolLM2 chats."""
 
 import hashlib
 import importlib.util

@@ -139,21 +139,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _add_shape(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for add, value in (
-        (writer.add_block_count, config.num_hidden_layers),
-        (writer.add_context_length, config.max_position_embeddings),
-        (writer.add_embedding_length, config.hidden_size),
-        (writer.add_feed_forward_length, config.intermediate_size),
-        (writer.add_head_count, config.num_attention_heads),
-        (writer.add_head_count_kv, config.num_key_value_heads),
-        (writer.add_key_length, head),
-        (writer.add_value_length, head),
-        (writer.add_rope_dimension_count, head),
-        (writer.add_rope_freq_base, config.rope_parameters["rope_theta"]),
-        (writer.add_layer_norm_rms_eps, config.rms_norm_eps),
-        (writer.add_vocab_size, config.vocab_size),
-    ):
-        add(value)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
 
 
 def _add_tokenizer(writer: "GGUFWriter", folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -81,10 +81,8 @@ def evaluate_looking(
     partners = partners_of(rows)
     swappable = [number for number, partner in enumerate(partners) if partner is not None]
     swapped = [{**rows[number], "picture": rows[partners[number]]["picture"]} for number in swappable]
-    others: dict[int, str] = {}
-    if swapped:
-        answered, _ = answer_rows(model, tokenizer, swapped, log, when, "answers about other pictures")
-        others = dict(zip(swappable, answered, strict=True))
+    answered, _ = answer_rows(model, tokenizer, swapped, log, when, "answers about other pictures")
+    others = dict(zip(swappable, answered, strict=True))
     both = [
         {
             **each,
@@ -127,7 +125,6 @@ def commonest_share(train: Sequence[Row], test: Sequence[Row]) -> float | None:
     counts: dict[str, Counter[str]] = {}
     for row in train:
         counts.setdefault(group_of(row), Counter())[answer_of(row)] += 1
-    of_all = sum(counts.values(), Counter())
     commonest = {group: answers.most_common(1)[0][0] for group, answers in counts.items()}
-    other = of_all.most_common(1)[0][0]
+    other = sum(counts.values(), Counter()).most_common(1)[0][0]
     return sum(facts_in(commonest.get(group_of(row), other), row) for row in test) / asked

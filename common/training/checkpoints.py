@@ -194,15 +194,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST_FILE} that can be read ({first_sentence(error)}): pass a folder "
             "checkpoint-<step> that a run of this folder wrote."
         ) from None
-    try:
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         listed = json.loads(content)
         del listed["sha256"]
-        unchanged = _as_bytes(listed) == content
-    except (ValueError, TypeError, KeyError, RecursionError):
-        unchanged = False
-    if not unchanged:
-        raise _damaged(folder, f"{MANIFEST_FILE} was changed")
-    return listed
+        if _as_bytes(listed) == content:
+            return listed
+    raise _damaged(folder, f"{MANIFEST_FILE} was changed")
 
 
 def holds(folder: Path) -> str:

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint import state_dict as dcp_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
@@ -305,22 +305,20 @@ class UsageReport(TrainerCallback):
         self.held: Held | None = None
 
     @override
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         self.step += 1
         if self.step == MEASURED_STEP:
             self.sent.__enter__()
 
     @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.held = self.part.held()
             self.part.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
     @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_end(self, *_: object, **__: object) -> None:
         if self.step == MEASURED_STEP:
             self.sent.__exit__(None, None, None)
 
