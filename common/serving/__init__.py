@@ -1,1 +1,1 @@
-"""After a run: talk to what was tuned, and hand it on."""
+"""After a run: what was tuned is found and loaded, and handed on to others."""

@@ -33,15 +33,15 @@ from common.base.command_line import FAULT
 from common.base.errors import BadInputError, RunStoppedError, shortened
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
+from common.chat import main as chat
 from common.checks.inputs import check_inputs
 from common.checks.planner_command import main as planner
 from common.checks.preview import main as preview
 from common.compare import main as compare
+from common.export import main as export
 from common.models.loading import ASSETS, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.records.store import kept_files, load_record
-from common.serving.chat import main as chat
-from common.serving.export import main as export
 
 INPUTS = int(os.environ.get("FUZZED_INPUTS", "20"))
 """Of each kind; `make soak` takes more."""

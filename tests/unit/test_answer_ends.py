@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from common import export
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.answer_ends import save_stops, say_ends, stops_of
 from common.data.messages import tokenize_messages
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
 from common.models.loading import EMBEDDED_BASE
-from common.serving import export
 from common.serving.gguf_file import export_ollama
 from common.tasks.answers import generate_answers
 

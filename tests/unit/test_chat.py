@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from common import chat
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -19,7 +20,6 @@ from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, l
 from common.models.smollm2 import SMOLLM2
 from common.models.trained_weights import add_lora
 from common.records.store import RECORD_NAME, kept_files, settings_anywhere
-from common.serving import chat
 from common.serving.tuned_runs import TunedModels, find_run, load_models
 from common.tasks.answers import generate_answers
 from common.tasks.samples import before_and_after, samples

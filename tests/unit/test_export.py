@@ -15,12 +15,13 @@ from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import export
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import EMBEDDED_BASE
 from common.records.store import RECORD_NAME, kept_files, settings_anywhere
-from common.serving import cards, export
+from common.serving import cards
 from common.serving.tuned_runs import TunedRun, find_run
 
 
