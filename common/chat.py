@@ -6,7 +6,7 @@
 /reset begins a new conversation, /quit or the end of the input (Ctrl-D) ends it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, TextStreamer
@@ -38,7 +38,6 @@ class Conversation:
     max_new_tokens: int
     temperature: float
     system: str = ""
-    turns: dict[str, list[Message]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.models.tokenizer.chat_control_tokens = ()  # what is typed is text, as in training, but `<think>` and such
@@ -47,7 +46,7 @@ class Conversation:
     def reset(self) -> None:
         """Begin a new conversation."""
         start = [{"role": "system", "content": self.system}] if self.system else []
-        self.turns = {"base": list(start), "tuned": list(start)}
+        self.turns: dict[str, list[Message]] = {"base": list(start), "tuned": list(start)}
 
     def ask(self, question: str) -> dict[str, str]:
         """Print both models' answers to a question as they are written, and return them."""

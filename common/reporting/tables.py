@@ -1,6 +1,7 @@
 """Runs side by side: what `make demo` and `python -m common.report --results` print of chats."""
 
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
@@ -27,7 +28,8 @@ def _has_adapters(row: Row) -> bool:
     return TECHNIQUES[row["technique"]].has_adapters
 
 
-# What stands of a completed run beside others; None: it means nothing for this one
+_of_some = partial(Column, none=None, missing=None)  # means nothing for other runs
+# What stands of a completed run beside others
 SIDE_BY_SIDE = (
     "kind as approach",
     "devices as devices",
@@ -35,10 +37,9 @@ SIDE_BY_SIDE = (
     Column("effective batch size", "effective_batch_size", int),
     Column("steps", "steps", int),
     Column("learning rate", "config.learning_rate", "{:g}"),
-    Column(
+    _of_some(
         "rank of the adapters",
         lambda row: row["config"].get("lora_r", RunConfig.lora_r) if _has_adapters(row) else None,
-        none=None,
     ),
     "score_before as similarity score before",
     "score as similarity score after",
@@ -54,25 +55,15 @@ SIDE_BY_SIDE = (
     "tokens_per_s as tokens per second",
     "peak as peak memory per device (GiB)",
     "planned as training's peak, planned / measured",
-    Column(
-        "weights that a step changes",
-        lambda row: None if _has_adapters(row) else row["updated_share"],
-        "{:.0%}",
-        none=None,
-        missing=None,
-    ),
-    Column(
+    _of_some("weights that a step changes", lambda row: None if _has_adapters(row) else row["updated_share"], "{:.0%}"),
+    _of_some(
         "weights of the base, in 4 bits / not (MiB)",
         "quantization",
         lambda stored: f"{2**10 * stored['weights_gib']:,.2f} / {2**10 * stored['unquantized_gib']:,.2f}",
-        none=None,
-        missing=None,
     ),
-    Column(
+    _of_some(
         "fact recall, merged into the original base",
         lambda row: column("facts_of_original_base").cell(row) if row["quantization"] else None,
-        none=None,
-        missing=None,
     ),
     replace(column("idle"), title="idle share per stage", none=None, missing=None),
 )

@@ -206,14 +206,11 @@ class Trial:
     keeps = writes = False
     repeats = True
     run_name = "trial"
+    phase = nullcontext  # which times and says nothing
 
     def __init__(self, run: RunConfig, rank: Rank, folder: Path, callbacks: Iterable[TrainerCallback] = ()) -> None:
         self.run, self.rank, self.folder, self.callbacks = run, rank, folder, list(callbacks)
         self.memory = Uncounted(rank)
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context that times and says nothing."""
-        return nullcontext()
 
     def gpu(self) -> devices.Gpu | None:
         """Return what layers are placed for: the GPU, where the catalogue has it, or the CPU."""
