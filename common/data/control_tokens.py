@@ -50,8 +50,7 @@ def check_control_tokens(splits: Sequence[Sequence[Row]], tokenizer: Tokenizer, 
     pattern, count, total = control_tokens(tokenizer), 0, sum(map(len, splits))
     first_of: dict[str, Row] = {}
     for row in chain.from_iterable(splits):
-        token = control_token_in(row, pattern)
-        if token:
+        if token := control_token_in(row, pattern):
             count += 1
             first_of.setdefault(token, row)
     if not first_of:

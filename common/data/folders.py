@@ -125,8 +125,7 @@ def _of_card(folder: str, names: Sequence[str], config: str, suffixes: Sequence[
             split: [each for each in below if any(re.match(glob_translate(pattern), each) for pattern in its)]
             for split, its in patterns.items()
         }
-    lacking = next((split for split, files in found.items() if not files), None)
-    if lacking:
+    if lacking := next((split for split, files in found.items() if not files), None):
         raise BadInputError(f"The card of {folder} has {patterns[lacking]} as {lacking}, but there is none: fetch it.")
     found = found or by_names(below, suffixes)
     return {split: [start + each for each in files] for split, files in found.items()}

@@ -43,8 +43,7 @@ class Format:
     def convert(self, row: Row, where: str) -> Row:
         """Return a filled row's `messages` or its `text`, with its `id` and `KEPT`; refuse one of another format."""
         columns = {str(name).lower(): value for name, value in row.items()}
-        missing = [name for name in self.needs if name not in columns]
-        if missing:
+        if missing := [name for name in self.needs if name not in columns]:
             raise BadInputError(
                 f"{where} has no {missing[0]!r} (its columns: {listed(row)}), but is read as {self}: correct it."
             )
@@ -204,8 +203,7 @@ def _normalised(message: object, where: str) -> Message:
         raise BadInputError(f"{where} has {begin_of(message)!r} for a message: give it a `role` and `content`.")
     kept = {key: part for key, part in message.items() if part is not None and key not in ("from", "value", *WEIGHTS)}
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
-    odd = next((name for name, weight in weights.items() if weight not in (0, 1)), None)
-    if odd:
+    if odd := next((name for name, weight in weights.items() if weight not in (0, 1)), None):
         raise BadInputError(f"{where} has a message of {odd} {begin_of(weights[odd])!r}: it is 0 or 1; correct it.")
     if 0 in weights.values():
         kept["weight"] = 0
@@ -230,8 +228,7 @@ def _joined(content: object, where: str) -> object:
     """Return a list of texts, as OpenAI's interface takes them, as one text with a line for each; else `content`."""
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
         return content
-    other = next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None)
-    if other:
+    if other := next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None):
         raise BadInputError(f"{where} has a message with a part of the type {other!r}: take out all but texts.")
     texts = [part.get("text") for part in content]
     return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

@@ -48,8 +48,7 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
 
 
 def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
-    missing = [name for name in ANSWERS if name not in row]
-    if missing:
+    if missing := [name for name in ANSWERS if name not in row]:
         raise BadInputError(
             f"{where} has no {missing[0]!r} (its columns: {listed(row)}): pairs have {COLUMNS}; add it."
         )

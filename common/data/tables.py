@@ -34,8 +34,7 @@ def parse_csv(lines: Iterator[str], source: str, delimiter: str = "") -> Found:
         padded = _is_padded(sample, delimiter)
         rows = csv.reader(chain(sample, lines), strict=True, delimiter=delimiter, skipinitialspace=padded)
         names = [name.strip() for name in next(rows, [])]
-        twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
-        if twice:
+        if twice := [name for name, times in Counter(filter(None, names)).items() if times > 1]:
             raise BadInputError(f"{source} has the column {twice[0]!r} more than once: rename or remove one of them.")
         for number, cells in enumerate(filter(None, rows), 1):
             if not any(map(str.strip, cells)):

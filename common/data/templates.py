@@ -224,8 +224,7 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: Tokenizer) -> No
     with in_time(what), reading(what, REMEDY, "written"):  # such as an unknown role, a second system message
         text = tokenizer.apply_chat_template(_messages(row, tokenizer), tools=row.get("tools"), tokenize=False)
     for message in row["messages"]:
-        dropped = [says for says in _said(message) if says not in text]
-        if dropped:
+        if dropped := [says for says in _said(message) if says not in text]:
             raise BadInputError(
                 f"The {template} leaves out {begin_of(dropped[0], 60)!r} of the {message['role']} message in "
                 f"{place_of(row)}: remove such messages, or pass a --model whose template writes them."

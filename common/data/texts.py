@@ -98,12 +98,10 @@ def with_classes(splits: Splits) -> Splits:
             f"All {len(splits.train)} training rows have the label {next(iter(classes))!r}: there must be two to "
             "choose from; look at --data and --label_column."
         )
-    near = near_labels(classes)
-    if near:
+    if near := near_labels(classes):
         say_once(f"WARNING: labels that differ in their form alone are classes of their own: {near}")
     for name, rows in (("validation", splits.validation), ("test", splits.test)):
-        unknown = [row for row in rows if row["label"] not in classes]
-        if unknown:
+        if unknown := [row for row in rows if row["label"] not in classes]:
             labels = sorted({row["label"] for row in unknown})
             near = near_labels([*classes, *labels])
             raise BadInputError(

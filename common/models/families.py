@@ -121,8 +121,7 @@ def check_heads(run: RunConfig) -> None:
         return
     model = model_without_weights(run)
     parts = [name for name, part in model.named_children() if any(True for _ in part.parameters())]
-    unknown = [name for name in parts if name not in (model.base_model_prefix, *run.goal.heads)]
-    if unknown:
+    if unknown := [name for name in parts if name not in (model.base_model_prefix, *run.goal.heads)]:
         raise BadInputError(
             f"{run.model} is of the kind {model.config.model_type}, whose head has the part {' and '.join(unknown)}, "
             "that would not be trained: pass --technique full --target_modules all, or another --model."

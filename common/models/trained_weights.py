@@ -122,8 +122,7 @@ def _refuse_tied(model: PreTrainedModel, layers: dict[str, torch.nn.Module]) -> 
     for name, weight in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(weight), []).append(name.removesuffix(".weight"))
     for name, layer in layers.items():
-        others = [owner for owner in owners.get(id(getattr(layer, "weight", None)), []) if owner != name]
-        if others:
+        if others := [owner for owner in owners.get(id(getattr(layer, "weight", None)), []) if owner != name]:
             raise BadInputError(
                 f"target_modules has {name}, whose weights are also those of {', '.join(others)} (tied), and an "
                 f"adapter on one of them could not be merged: leave {name.rpartition('.')[2]} out."

@@ -141,8 +141,7 @@ def _agreeing(
                 "remove it from one, or pass another --model."
             )
         stored |= weights
-    wrong = [name for name, place in places.items() if name not in headers[place]]
-    if wrong:
+    if wrong := [name for name, place in places.items() if name not in headers[place]]:
         raise BadInputError(f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: {AGAIN}")
     return stored
 

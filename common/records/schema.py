@@ -208,8 +208,7 @@ def _missing_from(record: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"config.{name}" for name in settings if name not in record["config"])
     scores = SCORES.get(task.reporting, ())
     for when, names in (("before", scores), ("after", scores), ("after_original_base", ORIGINAL_BASE)):
-        found = quality.get(when)
-        if found is not None:
+        if (found := quality.get(when)) is not None:
             yield from (f"quality.{when}.{name}" for name in names if name not in found)
     if task.compares and not quality.get("before"):
         yield "quality.before"

@@ -180,8 +180,7 @@ class Saver:
         """Return the newest whole checkpoint, which all disks then have, if the run resumes, or the one it names."""
         asked, resumes = self.log.run.resume_from_checkpoint, self.log.resumes
         kept = checkpoints.newest_whole(self.folder) if resumes and self.writes else None
-        newest = max(gather_object([steps_at(kept) if kept else 0]))
-        if newest:
+        if newest := max(gather_object([steps_at(kept) if kept else 0])):
             folder = self.folder / f"checkpoint-{newest}"
             self._share(folder, has_it=kept == folder)
             return folder

@@ -185,8 +185,7 @@ class ZeroPart(Part):
 
     @override
     def check_shard_memory(self, held: Held) -> None:
-        states = byte_count(state_tensors(self.module.optimizer.optimizer))
-        if states:  # SGD has none
+        if states := byte_count(state_tensors(self.module.optimizer.optimizer)):  # SGD has none
             part = 2 * self._trained() * 4 / self.rank.world_size
             check_part("optimizer states", states, (part, part))
         if zero_stage(self.run) == 3:
