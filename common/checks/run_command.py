@@ -13,7 +13,7 @@ from common.base.run_folders import lora_of, run_folders, workflow_does, workflo
 from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
-from common.models.smollm2 import SMOLLM2
+from common.models.real_models import SMOLLM2
 from common.planning.job import ALL_LINEAR
 from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan

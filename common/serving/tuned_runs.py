@@ -21,7 +21,7 @@ from common.base.paths import REPOSITORY, find_here
 from common.base.run_config import RunConfig
 from common.data.rows import shown
 from common.models.loading import load_base_model, load_tokenizer
-from common.models.smollm2 import SMOLLM2
+from common.models.real_models import SMOLLM2
 from common.planning.device_maps import whole_model_on
 from common.planning.model_configs import is_hub_id, read_config
 from common.records.store import RECORD_NAME, Record, load_record

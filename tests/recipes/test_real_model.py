@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.models.smollm2 import FOLDER, SMOLLM2
+from common.models.real_models import FOLDER, SMOLLM2
 
 SETTINGS = ("--model", SMOLLM2, "--data", "assets/docstrings", "--max_steps", "3", "--per_device_train_batch_size", "4",
             "--validation_rows", "8", "--test_rows", "2", "--independent_judge", "none")  # fmt: skip

@@ -17,7 +17,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.templates import prompt_ids
 from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
-from common.models.smollm2 import SMOLLM2
+from common.models.real_models import SMOLLM2
 from common.models.trained_weights import add_lora
 from common.records.store import RECORD_NAME, kept_files, settings_anywhere
 from common.serving.tuned_runs import TunedModels, find_run, load_models
@@ -71,10 +71,10 @@ def test_the_base_may_be_the_one_that_make_real_fetches(
 ) -> None:
     shutil.copytree(adapter, tmp_path / "real" / "adapter")
     real = write_record(tmp_path / "real", RunConfig(model=SMOLLM2, lora_dropout=0.0))
-    monkeypatch.setattr("common.models.smollm2.FOLDER", tmp_path / "none")
+    monkeypatch.setattr("common.models.real_models.FOLDER", tmp_path / "none")
     with pytest.raises(BadInputError, match="make real"):
         load_models(find_run(str(real)))
-    monkeypatch.setattr("common.models.smollm2.FOLDER", REPOSITORY / RunConfig.model)
+    monkeypatch.setattr("common.models.real_models.FOLDER", REPOSITORY / RunConfig.model)
     assert load_models(find_run(str(real))).base.config.hidden_size == 128
 
 
