@@ -4,7 +4,8 @@ from statistics import fmean
 
 import matplotlib.pyplot as plt
 
-from bench.tables.real import forgotten, gain, rank_of, settings
+from bench.page.runs import rise_on_other_texts
+from bench.tables.real import gain, rank_of, settings
 from common.base.paths import REPOSITORY
 from common.reporting.rows import Row, groups_of, kind_name
 
@@ -12,7 +13,7 @@ PICTURE = REPOSITORY / "docs" / "forgetting.png"
 LINEAR_TO = 0.1  # nats: beyond it the axis is logarithmic
 PANELS = {
     "validation loss, as a share of that before": gain,
-    "rise of the loss on other texts (nats a token)": forgotten,
+    "rise of the loss on other texts (nats a token)": rise_on_other_texts,
     "drift of answers to other questions (nats a token)": lambda run: run["quality"]["after"]["answer_drift"],
 }
 

@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 
-from bench.page.page import PAGE, open_page, page_of, write_page
+from bench.page.page import PAGE, kept_on_page, open_page, page_of, write_page
 from bench.tables import pages
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.page:
-        write_page(PAGE, kept_records())
+        write_page(PAGE, kept_on_page())
         print(f"wrote {PAGE.relative_to(REPOSITORY)}")
     elif options.open:
         print(open_page())
@@ -60,11 +60,11 @@ def _render_pages(write: bool) -> int:
     records = kept_records()
     all_are_read = [len(records), len(kept_records(STUDY))] == [len(kept_files()), len(kept_files(STUDY))]
     made = {path: pages.with_tables(path.read_text(encoding="utf-8"), records) for path in pages.readmes()}
-    made[PAGE] = page_of(records)
+    made[PAGE] = page_of(kept_on_page())
     stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if write and path == PAGE:
-            write_page(PAGE, records)
+            write_page(PAGE, kept_on_page())
         elif write:
             path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")

@@ -33,7 +33,7 @@ from bench.page.runs import (
 from common.base.inert import json_in_html
 from common.base.paths import REPOSITORY
 from common.planning.phases import PHASES
-from common.records.store import Record, kept_files, records_in
+from common.records.store import REAL, Record, kept_records, records_in
 from common.reporting.rows import result_files
 
 PAGE = REPOSITORY / "docs" / "results.html"  # the page of the kept records
@@ -147,10 +147,14 @@ def write_page(page: Path, kept: Iterable[Record], own: Iterable[Record] = ()) -
         (folder / f"{number}.js").write_text(script, encoding="utf-8")
 
 
+def kept_on_page() -> list[Record]:
+    """Return the kept records that the page shows: those of the run folders, and of the real model."""
+    return kept_records() + kept_records(REAL)
+
+
 def open_page() -> str:
     """Write the page of kept records and this machine's runs, open it where there is a screen, and say where it is."""
-    kept, own = (map(itemgetter(1), records_in(files)) for files in (kept_files(), result_files()))
-    write_page(OWN_PAGE, kept, own)
+    write_page(OWN_PAGE, kept_on_page(), map(itemgetter(1), records_in(result_files())))
     has_screen = sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     is_open = has_screen and webbrowser.open(OWN_PAGE.as_uri())
     return f"{'Opened' if is_open else 'Open it in a browser:'} {OWN_PAGE}"

@@ -47,6 +47,12 @@ def _quality(record: Record, when: str) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
+def rise_on_other_texts(record: Record) -> float:
+    """Return by how much the loss on texts that have nothing to do with the task has risen, in nats a token."""
+    before, after = (record["quality"][when]["general_loss"] for when in ("before", "after"))
+    return round(after - before, QUALITY_DIGITS)
+
+
 def _tensors_mib(record: Record) -> float | None:
     """Return what tensors took in training on the fullest device; on a CPU the process's memory is mostly Python."""
     peaks = [entry.get("peak_gib_by_phase", {}).get(TRAINING, 0) for entry in record["memory"]]
@@ -72,6 +78,7 @@ VALUES = {
     "metric": Column("Quality is", lambda record: _metric(record).label),
     "before": Column("Before", partial(_quality, when="before")),
     "quality": Column("After", partial(_quality, when="after")),
+    "forgotten": Column("Loss on other texts rose by", rise_on_other_texts),
     "folder": Column("Run folder", "run_folder"),
     "command": Column("Command", "command"),
     "gallery": Column("Gallery", lambda record: record.get("gallery", [])),
@@ -86,12 +93,12 @@ VALUES = {
         "Group", lambda record: f"{task_of(record)}: {model_of(record)}, {Path(record['config']['data']).name}"
     ),
 }
-NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_mib", "before", "quality", "rows_per_step", "seed")
+NUMBERS = ("devices", "minutes", "tokens_per_s", "peak_mib", "before", "quality", "forgotten", "rows_per_step", "seed")
 # Of the page's table; those of numbers stand right, and are sorted as such
 COLUMNS = [
     {"key": key, "title": VALUES[key].title, "is_number": key in NUMBERS}
     for key in ("run", "technique", "parallel", "devices", "minutes", "tokens_per_s", "peak_mib", "before", "quality",
-                "metric", "model", "data", "precision", "rows_per_step", "seed")
+                "forgotten", "metric", "model", "data", "precision", "rows_per_step", "seed")
 ]  # fmt: skip
 
 

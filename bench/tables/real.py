@@ -1,5 +1,6 @@
 """The tables of docs/real_model.md, of the records of docs/measure.py and bench/variants.py."""
 
+from bench.page.runs import rise_on_other_texts
 from bench.tables.table import Table, column
 from common.records.store import REAL, VARIANTS, Record, kept_records
 from common.reporting.columns import Column
@@ -37,12 +38,6 @@ def gain(run: Record) -> float:
     return run["best_validation_loss"] / loss_before(run)
 
 
-def forgotten(run: Record) -> float:
-    """Return by how much the loss on other texts has risen, in nats a token."""
-    quality = run["quality"]
-    return quality["after"]["general_loss"] - quality["before"]["general_loss"]
-
-
 def tensors_gib(run: Record) -> tuple[float, float]:
     """Return what all tensors take at training's highest moment, as planned and as measured, of the fullest rank."""
     pairs = [[entry[f"{kind}_gib_by_phase"]["training"] for kind in ("planned", "peak")] for entry in run["memory"]]
@@ -66,7 +61,7 @@ WHAT = (
 )
 FORGOTTEN = (
     Column("Loss on other texts", "quality.after.general_loss", "{:.3f}", over_seeds=True),
-    Column("Rise", forgotten, "{:+.3f}", over_seeds=True),
+    Column("Rise", rise_on_other_texts, "{:+.3f}", over_seeds=True),
     Column("Drift of answers", "quality.after.answer_drift", "{:.3f}", over_seeds=True),
 )
 TABLES = {
@@ -90,7 +85,7 @@ TABLES = {
             WHAT[2],
             Column("Trained weights", "trained_parameters", "{:,}"),
             Column("Loss of that before", gain, "{:.0%}"),
-            Column("Rise on other texts", forgotten, "{:+.2f}"),
+            Column("Rise on other texts", rise_on_other_texts, "{:+.2f}"),
             Column("Drift", "quality.after.answer_drift", "{:.2f}"),
             column("time"),
             column("peak"),

@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
 from bench.page import page as page_module
-from bench.page.page import page_and_details, page_of
+from bench.page.page import kept_on_page, page_and_details, page_of
 from bench.page.runs import label_of, pareto_front, values_of
 from common.records.store import Record, kept_records
 from tests.pace import patient
@@ -32,7 +32,7 @@ needs_browser = pytest.mark.skipif(not shutil.which("chromedriver"), reason=NO_B
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "results.html"
-    path.write_text(page_of(kept_records()), encoding="utf-8")
+    path.write_text(page_of(kept_on_page()), encoding="utf-8")
     return path
 
 
@@ -69,7 +69,7 @@ def test_every_record_is_shown_without_a_request_or_an_error(browser: webdriver.
     asked = {each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"}
     assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
     assert browser.get_log("browser") == []
-    completed = [label_of(record) for record in kept_records() if record["status"] == "completed"]
+    completed = [label_of(record) for record in kept_on_page() if record["status"] == "completed"]
     assert sorted(cells(browser, 1)) == sorted(completed)
     drawn = [svg.size for svg in browser.find_elements(By.CSS_SELECTOR, ".chart svg")]
     assert [size["width"] > 300 and size["height"] > 200 for size in drawn] == [True] * 4
@@ -126,7 +126,7 @@ def test_on_a_narrow_screen_nothing_sticks_out(browser: webdriver.Chrome) -> Non
 def test_the_page_is_small_and_the_same_each_time(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(text.encode()) <= LARGEST_BYTES
-    assert text == page_of(kept_records())
+    assert text == page_of(kept_on_page())
 
 
 def test_a_run_of_this_machine_stands_for_its_kept_record_and_cannot_end_a_script() -> None:
