@@ -4,7 +4,7 @@ from statistics import fmean
 
 import matplotlib.pyplot as plt
 
-from bench.page.runs import rise_on_other_texts
+from bench.page.runs import rise_on_general_texts
 from bench.tables.real import gain, rank_of, settings
 from common.base.paths import REPOSITORY
 from common.reporting.rows import Row, groups_of, kind_name
@@ -12,16 +12,16 @@ from common.reporting.rows import Row, groups_of, kind_name
 PICTURE = REPOSITORY / "docs" / "forgetting.png"
 LINEAR_TO = 0.1  # nats: beyond it the axis is logarithmic
 PANELS = {
-    "validation loss, as a share of that before": gain,
-    "rise of the loss on other texts (nats a token)": rise_on_other_texts,
-    "drift of answers to other questions (nats a token)": lambda run: run["quality"]["after"]["answer_drift"],
+    "validation loss, relative to before": gain,
+    "change of the loss on general texts (nats per token)": rise_on_general_texts,
+    "KL divergence of answers from the base (nats per token)": lambda run: run["quality"]["after"]["answer_drift"],
 }
 
 
 def line_of(row: Row) -> str:
     """Return what the settings of a line share."""
     rank = rank_of(row)
-    return kind_name(row) + (f", rank {rank}" if rank else "")
+    return kind_name(row) + (f", lora_r {rank}" if rank else "")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from common.base.errors import BadInputError, check_installed, first_sentence
 from common.base.parsing import OneSentenceParser
 from common.records.store import write_json
 from common.reporting.layout import fitted
-from common.serving.tuned_runs import find_run, load_models
+from common.serving.tuned_runs import TunedRun, find_run, load_models
 
 SCORES_NAME = "scores.json"
 Scores = Mapping[str, Mapping[str, Any]]  # by task: each metric, as `acc,none`, and its standard error
@@ -58,12 +58,12 @@ def tasks_of(options: argparse.Namespace) -> Any:
     return manager
 
 
-def scores_of(options: argparse.Namespace, manager: Any) -> dict[str, Scores]:
+def scores_of(run: TunedRun, options: argparse.Namespace, manager: Any) -> dict[str, Scores]:
     """Return what the harness finds of the base and of the tuned model."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    models, found = load_models(find_run(options.run, options.base)), {}
+    models, found = load_models(run), {}
     for name, model, entered in (
         ("base", models.base, models.without_adapter), ("tuned", models.tuned, nullcontext),
     ):  # fmt: skip
@@ -100,9 +100,10 @@ def main() -> None:
     """Score both models, print the table, and keep the scores beside the run's record."""
     options = options_of()
     check_installed("lm_eval", "common.evaluate", "`pip install -e '.[evaluation]'` in the repository's folder")
-    folder = find_run(options.run, options.base).folder
-    found = scores_of(options, tasks_of(options))
-    write_json({"tasks": options.tasks, "limit": options.limit, **found}, folder / SCORES_NAME)
+    run = find_run(options.run, options.base)
+    found = scores_of(run, options, tasks_of(options))
+    asked = {name: getattr(options, name) for name in ("tasks", "limit", "num_fewshot", "apply_chat_template")}
+    write_json({**asked, **found}, run.folder / SCORES_NAME)
     print(f"\n{table_of(found)}\n\nscores: {SCORES_NAME} beside the run's record")
 
 

@@ -14,7 +14,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import product
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ from common.base.paths import command_here
 from common.base.run_config import RunConfig
 from common.base.run_folders import folder_named, workflows_of
 from common.checks.folder_runs import run_of_folder
+from common.hardware.devices import gpus
 from common.reporting.layout import fitted
 from common.runtime.watch import die_with_parent
 from common.tasks.objectives import VALIDATION_LOSS
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 PARTS = (4, 2, 1)  # all steps over those after which runs are compared
 SWEPT = ("learning_rate", "lora_r")
+OWN = ("max_steps", "eval_steps", "test_rows", "baseline", "log_format")  # settings that a sweep gives its runs
+WEIGHTS = ("checkpoints", "adapter", "merged", "model")  # folders of a run's results, which a sweep does not keep
 JOURNAL, PICTURE = "sweep.log", "sweep.png"
 
 
@@ -51,7 +55,8 @@ class Sweep:
     overrides: list[str]
     steps: int
     grid: dict[str, list[float]]
-    devices: SimpleQueue  # of each run that may go on at the same time, the number of its group of devices
+    groups: SimpleQueue  # of each run that may go on at the same time, the GPUs that it sees; empty = all
+    refusals: list[Exception] = field(default_factory=list)
 
     def study(self) -> "Study":
         """Return Optuna's study, begun or continued, with every combination waiting that has not ended.
@@ -107,15 +112,14 @@ class Sweep:
         from optuna import TrialPruned
 
         settings = {name: trial.suggest_categorical(name, values) for name, values in self.grid.items()}
-        name, group, last_line, loss = name_of(settings), self.devices.get(), "", None
-        numbers = range(group * self.run.devices, (group + 1) * self.run.devices)
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))} if self.run.device == "cuda" else {}
+        name, group, last_line, loss = name_of(settings), self.groups.get(), "", None
+        own = {"CUDA_VISIBLE_DEVICES": group} if group else {}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        command = self.command_of(settings)
+        command = [sys.executable, "-m", "common.launch", self.folder, *self.options_of(settings)]
         with subprocess.Popen(command, env=os.environ | own, preexec_fn=die_with_parent, **streams) as process:
             for line in process.stdout:
                 last_line = line.strip() or last_line
-                figures = json.loads(line) if line.startswith("{") else {}
+                figures = _figures_in(line)
                 if VALIDATION_LOSS not in figures:
                     continue
                 step, loss = figures["step"], figures[VALIDATION_LOSS]
@@ -126,27 +130,37 @@ class Sweep:
                     process.terminate()
                     break
             process.stdout.read()
-        self.devices.put(group)
-        shutil.rmtree(self.run.results_folder(f"{self.run.run_name}-{name}") / "checkpoints", ignore_errors=True)
+        self.groups.put(group)
+        for folder in WEIGHTS:
+            shutil.rmtree(self.run.results_folder(f"{self.run.run_name}-{name}") / folder, ignore_errors=True)
         if process.returncode == BAD_INPUT_EXIT_CODE:
-            raise BadInputError(last_line.partition("error: ")[2] or last_line)
+            raise self._refused(BadInputError(last_line.partition("error: ")[2] or last_line))
         if loss is None:
-            raise RunStoppedError(f"{name} ended before its first step: {last_line}")
+            raise self._refused(RunStoppedError(f"{name} ended before its first step: {last_line}"))
         if step < self.steps:
             print(f"{name}: ends early" if has_fallen_behind else f"{name} failed: {last_line}")
             raise TrialPruned
         return loss
 
-    def command_of(self, settings: dict[str, float]) -> list[str]:
-        """Return the command of one run."""
-        settings = {
-            **settings,
-            **{"max_steps": self.steps, "eval_steps": self.steps // PARTS[0]},
-            **{"baseline": "none", "test_rows": 1, "log_format": "json"},
-            "run_name": f"{self.run.run_name}-{name_of(settings)}",
-        }
-        options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "common.launch", self.folder, *self.overrides, *options]
+    def _refused(self, error: Exception) -> Exception:
+        """Keep an error, as Optuna does not raise those of the last runs where several go on at a time."""
+        self.refusals.append(error)
+        return error
+
+    def options_of(self, settings: dict[str, float]) -> list[str]:
+        """Return the settings of one run, as its command has them."""
+        whole = {"max_steps": self.steps, "eval_steps": self.steps // PARTS[0], "test_rows": 1, "log_format": "json"}
+        without_baseline = {} if self.run.goal.compares else {"baseline": "none"}
+        named = {"run_name": f"{self.run.run_name}-{name_of(settings)}"}
+        asked = {**settings, **whole, **without_baseline, **named}
+        return [*self.overrides, *(part for name, value in asked.items() for part in (f"--{name}", str(value)))]
+
+
+def _figures_in(line: str) -> dict[str, float]:
+    with suppress(ValueError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def name_of(settings: dict[str, float]) -> str:
@@ -218,19 +232,40 @@ def sweep_of(arguments: Sequence[str] | None = None) -> Sweep:
     if options.at_once < 1:
         raise BadInputError(f"at_once is {options.at_once}, but must be at least 1: pass --at_once 1.")
     folder = folder_named(options.run_folder)
-    workflows_of(folder)
+    if len(workflows := workflows_of(folder)) > 1:
+        raise BadInputError(
+            f"{options.run_folder} has {len(workflows)} workflows, but a sweep is of one: pass another."
+        )
+    passed = {word.lstrip("-").partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    if given := [name for name in OWN if name in passed]:
+        raise BadInputError(f"{given[0]} is set by the sweep: leave it out; --steps says how long a whole run is.")
     run = run_of_folder(folder, overrides, [f"--{name}" for name in SWEPT])
-    devices = SimpleQueue()
-    for group in range(options.at_once):
-        devices.put(group)
     grid = {name: list(dict.fromkeys(getattr(options, name))) for name in SWEPT if getattr(options, name)}
     run = run.changed_to(run_name=run.run_name or "sweep")
-    sweep = Sweep(run, options.run_folder, overrides, options.steps, grid, devices)
+    groups = SimpleQueue()
+    for group in groups_of_gpus(run, options.at_once):
+        groups.put(group)
+    sweep = Sweep(run, options.run_folder, overrides, options.steps, grid, groups)
     if len(sweep.combinations()) < 2:
         raise BadInputError("There is one run, and nothing to choose from: pass two or more values to --learning_rate.")
     for settings in sweep.combinations():
-        run.changed_to(**settings)
+        run_of_folder(folder, sweep.options_of(settings))
     return sweep
+
+
+def groups_of_gpus(run: RunConfig, count: int) -> list[str]:
+    """Return the GPUs of each of so many runs, as `CUDA_VISIBLE_DEVICES` has them; empty: those that the sweep sees."""
+    if count == 1 or run.device != "cuda":
+        return [""] * count
+    _, names = gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(names))))
+    ids = visible.split(",") if visible else []
+    if len(ids) < count * run.devices:
+        raise BadInputError(
+            f"at_once is {count}, of runs on {run.devices} GPU(s) each, but there are {len(ids)}: pass --at_once "
+            f"{max(1, len(ids) // run.devices)}."
+        )
+    return [",".join(ids[first : first + run.devices]) for first in range(0, count * run.devices, run.devices)]
 
 
 @refused_in_one_sentence()
@@ -240,12 +275,17 @@ def main() -> None:
     check_installed("optuna", "common.sweep", "`pip install -e '.[sweep]'` in the repository's folder")
     study = sweep.study()
     if waiting := sum(not trial.state.is_finished() for trial in study.trials):
-        study.optimize(sweep.take, n_trials=waiting, n_jobs=sweep.devices.qsize())
+        study.optimize(sweep.take, n_trials=waiting, n_jobs=sweep.groups.qsize())
+    if sweep.refusals:
+        raise sweep.refusals[0]
     place = sweep.run.results_folder(sweep.run.run_name) / PICTURE
     picture(study).savefig(place)
-    chosen = [part for name, value in study.best_params.items() for part in (f"--{name}", f"{value:g}")]
-    command = shlex.join([sweep.folder, *sweep.overrides, *chosen])
-    print(f"\n{table(study)}\n\npicture: {place}\nbest: {command_here('launch')} {command}")
+    print(f"\n{table(study)}\n\npicture: {place}")
+    if all(trial.state.name != "COMPLETE" for trial in study.trials):
+        raise RunStoppedError("No run reached its last step: pass lower values to --learning_rate.")
+    chosen = {**study.best_params, "run_name": f"{sweep.run.run_name}-best"}
+    options = [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    print(f"best: {command_here('launch')} {shlex.join([sweep.folder, *sweep.overrides, *options])}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def _quality(record: Record, when: str) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, QUALITY_DIGITS)
 
 
-def rise_on_other_texts(record: Record) -> float:
+def rise_on_general_texts(record: Record) -> float:
     """Return by how much the loss on texts that have nothing to do with the task has risen, in nats a token."""
     before, after = (record["quality"][when]["general_loss"] for when in ("before", "after"))
     return round(after - before, QUALITY_DIGITS)
@@ -78,7 +78,7 @@ VALUES = {
     "metric": Column("Quality is", lambda record: _metric(record).label),
     "before": Column("Before", partial(_quality, when="before")),
     "quality": Column("After", partial(_quality, when="after")),
-    "forgotten": Column("Loss on other texts rose by", rise_on_other_texts),
+    "forgotten": Column("Loss on general texts rose by", rise_on_general_texts),
     "folder": Column("Run folder", "run_folder"),
     "command": Column("Command", "command"),
     "gallery": Column("Gallery", lambda record: record.get("gallery", [])),

@@ -1,7 +1,8 @@
 """The tables of docs/real_model.md, of the records of docs/measure.py and bench/variants.py."""
 
-from bench.page.runs import rise_on_other_texts
+from bench.page.runs import rise_on_general_texts
 from bench.tables.table import Table, column
+from common.base.run_config import RunConfig
 from common.records.store import REAL, VARIANTS, Record, kept_records
 from common.reporting.columns import Column
 from common.reporting.rows import Row, completed, grouped, kind_name, kind_of
@@ -22,8 +23,9 @@ def settings(_: list[Record] | None = None) -> list[Row]:
 
 
 def variants(_: list[Record]) -> list[Row]:
-    """Return the runs of PEFT's variants of LoRA, and that of full fine-tuning that gains most."""
-    full = min((run for run in real_runs() if run["technique"] == "full"), key=gain)
+    """Return the runs of PEFT's variants of LoRA, and of full fine-tuning that of the same seed that gains most."""
+    seed = RunConfig.seed
+    full = min((run for run in real_runs() if (run["technique"], run["config"]["seed"]) == ("full", seed)), key=gain)
     rows = sorted(completed(kept_records(VARIANTS)), key=lambda run: (_variant(run), run["config"]["learning_rate"]))
     return [*rows, full]
 
@@ -44,6 +46,11 @@ def tensors_gib(run: Record) -> tuple[float, float]:
     return max(pairs, key=lambda pair: pair[1])
 
 
+def peak_rss_gib(run: Record) -> float:
+    """Return the peak of the whole run's resident memory, of the fullest rank."""
+    return max(entry["peak_rss_gib"] for entry in run["memory"])
+
+
 def rank_of(run: Row) -> int:
     """Return the rank of a run's adapters; 0 = it has none."""
     return run["config"]["lora_r"] if run["technique"] != "full" else 0
@@ -56,13 +63,12 @@ def _variant(run: Row) -> str:
 
 WHAT = (
     Column("Approach", kind_name),
-    Column("Rank", lambda row: rank_of(row) or None, "{}", none="-"),
-    Column("Rate", "config.learning_rate", "{:g}"),
+    Column("lora_r", lambda row: rank_of(row) or None, "{}", none="-"),
+    Column("Learning rate", "config.learning_rate", "{:g}"),
 )
 FORGOTTEN = (
-    Column("Loss on other texts", "quality.after.general_loss", "{:.3f}", over_seeds=True),
-    Column("Rise", rise_on_other_texts, "{:+.3f}", over_seeds=True),
-    Column("Drift of answers", "quality.after.answer_drift", "{:.3f}", over_seeds=True),
+    Column("Change of the loss on general texts", rise_on_general_texts, "{:+.3f}", over_seeds=True),
+    Column("KL divergence", "quality.after.answer_drift", "{:.3f}", over_seeds=True),
 )
 TABLES = {
     "real-gain": Table(
@@ -70,7 +76,7 @@ TABLES = {
         (
             *WHAT,
             Column("Validation loss", "best_validation_loss", "{:.3f}", over_seeds=True),
-            Column("Of that before", gain, "{:.0%}", over_seeds=True),
+            Column("Ratio to before", gain, "{:.0%}", over_seeds=True),
             ROUGE_L,
         ),
     ),
@@ -83,22 +89,22 @@ TABLES = {
         (
             Column("Variant", _variant),
             WHAT[2],
-            Column("Trained weights", "trained_parameters", "{:,}"),
-            Column("Loss of that before", gain, "{:.0%}"),
-            Column("Rise on other texts", rise_on_other_texts, "{:+.2f}"),
-            Column("Drift", "quality.after.answer_drift", "{:.2f}"),
+            Column("Trainable", "trained_parameters", "{:,}"),
+            Column("Loss relative to before", gain, "{:.0%}"),
+            Column("General texts", rise_on_general_texts, "{:+.2f}"),
+            Column("KL divergence", "quality.after.answer_drift", "{:.2f}"),
             column("time"),
-            column("peak"),
+            Column("Peak RSS (GiB)", peak_rss_gib, "{:.2f}"),
         ),
     ),
     "real-cost": Table(
         settings,
         (
             *WHAT,
-            column("time"),
-            column("tokens_per_s as Tokens/s"),
+            column("mean_time"),
+            Column("Tokens/s", "tokens_per_s", "{:,.0f}", over_seeds=True),
             Column("Tensors, planned / measured (GiB)", tensors_gib, "{0[0]:.2f} / {0[1]:.2f}"),
-            column("peak as Whole process (GiB)"),
+            Column("Peak RSS (GiB)", peak_rss_gib, "{:.2f}", over_seeds=True),
         ),
     ),
 }

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,15 @@ class RunConfig(
     def target_names(self) -> tuple[str, ...]:
         """The names in `target_modules`."""
         return names_in(self.target_modules)
+
+    @property
+    def targets_head(self) -> bool:
+        """Whether `target_modules` has a decoder's head, by its name or by a regular expression."""
+        if not is_expression(self.target_modules):
+            return "lm_head" in self.target_names
+        with suppress(re.error):  # refused where layers are looked for
+            return re.fullmatch(self.target_modules, "lm_head") is not None
+        return False
 
     @property
     def world_size(self) -> int:
@@ -306,7 +316,7 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"torch_compile is True, but loop is {run.loop}: pass --torch_compile false."),
         (run.method.has_adapters and run.target_modules == "all",
          "target_modules is all, but adapters stand beside linear layers: pass all-linear."),
-        (run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_names,
+        (run.use_liger_kernel and run.method.has_adapters and run.targets_head,
          f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave it out."),
         # rows and attention
         (longest % multiple,

@@ -232,8 +232,9 @@ class AdapterSettings:
         "",
         "Numbers of tokens, with commas, whose embeddings are trained beside the adapters, as of new control tokens.",
         ADAPTERS,
-        OnlyFor("single and ddp", lambda run: run.parallelism.is_single or run.parallelism.replicates),
-    )
+        OnlyFor("single and ddp, without pairs of answers",
+                lambda run: (run.parallelism.is_single or run.parallelism.replicates) and not run.goal.compares),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -321,8 +322,10 @@ class EvaluationSettings:
         "",
         "File or folder of other texts or conversations, whose loss before and after tells what was forgotten; empty "
         "= those in assets/general; none = do not measure it.",
-        OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers),
-    )
+        OnlyFor("rows of messages without pictures or pairs, of pretrained weights, with a baseline",
+                lambda run: run.goal.learns_answers and ((run.weights == "pretrained" and run.baseline != "none")
+                                                         or run.forgetting_data == "none")),
+    )  # fmt: skip
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )

@@ -89,7 +89,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
 def check_settings(run: RunConfig) -> RunConfig:
     """Refuse settings that cannot be, or not with this model; return the run as `suited_to_model` does."""
     first = (check_folder, check_results_folder, check_gpus, check_threads, check_attention, check_bitsandbytes,
-             check_compiler, check_trackers, check_optimizer)  # fmt: skip
+             check_compiler, check_trackers)  # fmt: skip
     for check in first:
         check(run)
     if run.goal.is_judged and run.independent_judge == "minilm":
@@ -97,7 +97,15 @@ def check_settings(run: RunConfig) -> RunConfig:
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
-    for check in (check_targets, check_quantizable, check_liger, _check_parallelism, _check_pairs, check_weights):
+    for check in (
+        check_optimizer,
+        check_targets,
+        check_quantizable,
+        check_liger,
+        _check_parallelism,
+        _check_pairs,
+        check_weights,
+    ):
         check(run)
     return run
 
@@ -190,7 +198,7 @@ def _check_parallelism(run: RunConfig) -> None:
 def _check_pairs(run: RunConfig) -> None:
     if not (run.goal.compares and run.method.has_adapters):
         return
-    if "lm_head" in run.target_names:
+    if run.targets_head:
         raise BadInputError(
             f"target_modules is {run.target_modules}, but DPO reads no adapter of the head: leave lm_head out."
         )

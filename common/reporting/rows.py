@@ -62,8 +62,8 @@ ANSWER_METRICS = (
     Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
-    Metric("general_loss", "loss on other texts", "lower", "{:.3f}"),
-    Metric("answer_drift", "drift of other answers", "lower", "{:.3f}"),
+    Metric("general_loss", "loss on general texts", "lower", "{:.3f}"),
+    Metric("answer_drift", "KL divergence from the base", "lower", "{:.3f}"),
 )
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
+from common.base.settings import BY_MODEL
 from common.records.store import default_run_name
 from common.runtime.torchrun import folder_of_user
 from common.runtime.world import detect_launcher, may_start_again
@@ -24,6 +25,11 @@ def run_as_started(run: RunConfig) -> RunConfig:
     left. Steps keep their rows and their learning rate, and results their name. Without `--max_restarts`, or with the
     ranks that the run asks for, it stays as it is.
     """
+    if run.learning_rate == BY_MODEL and _is_elastic(run):
+        raise BadInputError(
+            "learning_rate is chosen by the model, but ranks that may be started again on other machines keep theirs: "
+            "pass --learning_rate."
+        )
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started == run.world_size or not _is_elastic(run):
         return run

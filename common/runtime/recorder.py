@@ -383,6 +383,9 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
     literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
     usual = literal.to_dict()
-    changed = {name: value for name, value in store.settings_anywhere(run).items() if value != usual[name]}
+    asked = store.settings_anywhere(run)
+    changed = {name: value for name, value in asked.items() if value != usual[name]}
+    if "model" in changed:  # with another model the folder's own rate would become that of the rule
+        changed["learning_rate"] = asked["learning_rate"]
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
     return shlex.join([*launchers.get(rank.launcher, ["python"]), Path(sys.argv[0]).name, *overrides])

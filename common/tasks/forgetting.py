@@ -1,4 +1,4 @@
-"""What tuning makes a model forget: its loss on other texts, and how far its answers to other questions move.
+"""What tuning makes a model forget: its loss on general texts, and how far its answers to general questions move.
 
 Loss: the mean cross-entropy of a token. Drift: the mean over the tokens of the base's own greedy answers of
 KL(base || model), the divergence of the model's distribution over the vocabulary from the base's, in nats; of the base
@@ -23,6 +23,7 @@ from common.tasks.answers import generate_answers
 from common.tasks.predictions import predict_rows
 
 GENERAL = REPOSITORY / "assets" / "general"
+WHOLE = RunConfig(max_length=4096)  # of answers, whose templates may begin with long system messages
 QUESTIONS = 12  # whose answers are compared; the embedded base has more, as texts
 ANSWER_TOKENS = 32  # of each answer, at most
 
@@ -69,7 +70,7 @@ class Forgetting:
         self.texts, self.questions = general_rows(run, tokenizer)
         self.answers: list[Tokens] = []
         self.of_base: dict[int, torch.Tensor] = {}  # this rank's log-probabilities of answer tokens, by the question
-        self.figures: dict[str, dict[str, float]] = {}
+        self.figures: dict[str, dict[str, float | None]] = {}
 
     def before(self, log: RunRecorder, base: PreTrainedModel) -> None:
         """Keep the base's answers with their distributions, and measure its loss."""
@@ -78,13 +79,13 @@ class Forgetting:
         def answered(numbers: list[int]) -> list[str]:
             return generate_answers(base, self.tokenizer, [self.questions[n] for n in numbers], ANSWER_TOKENS)
 
-        answers = predict_rows(log, lengths, "answers to other questions", "before", answered, base)
+        answers = predict_rows(log, lengths, "answers to general questions", "before", answered, base)
         rows = [
             {**row, "messages": [*row["messages"][:-1], {"role": "assistant", "content": answer}]}
             for row, answer in zip(self.questions, answers, strict=True)
             if answer
         ]
-        self.answers = list(tokens_of(rows, self.tokenizer, reading_of(log.run)))
+        self.answers = list(tokens_of(rows, self.tokenizer, WHOLE))
 
         def kept(numbers: list[int]) -> list[int]:
             self.of_base |= {n: learnt_logits(base, self.answers[n])[0].log_softmax(-1).cpu() for n in numbers}
@@ -104,14 +105,16 @@ class Forgetting:
         self.figures["after"] = {"general_loss": self._loss(log, "after", tuned), "answer_drift": moved}
         if log.rank.is_main:
             losses = " -> ".join(f"{each['general_loss']:.3f}" for each in self.figures.values())
-            print(f"other texts: loss {losses}; answers to other questions drift by {moved:.3f} nats a token")
+            print(f"general texts: loss {losses}")
+            if moved is not None:  # the base has answered something
+                print(f"general answers: KL divergence from the base {moved:.3f} nats per token")
 
-    def _loss(self, log: RunRecorder, when: str, model: PreTrainedModel) -> float:
+    def _loss(self, log: RunRecorder, when: str, model: PreTrainedModel) -> float | None:
         def loss(n: int) -> tuple[float, int]:
             logits, labels = learnt_logits(model, self.texts[n])
             return cross_entropy(logits, labels, reduction="sum").item(), len(labels)
 
-        return _mean_over(log, self.texts, "other texts", when, loss, model)
+        return _mean_over(log, self.texts, "general texts", when, loss, model)
 
 
 def _mean_over(
@@ -121,12 +124,12 @@ def _mean_over(
     when: str,
     measure: Callable[[int], tuple[float, int]],
     model: PreTrainedModel,
-) -> float:
-    """Return the mean of a token, where `measure` returns the sum and the number of tokens of one row."""
+) -> float | None:
+    """Return the mean of a token, where `measure` gives sum and number of tokens of a row; None where there is none."""
     lengths = list(map(tokens_in, rows))
     found = predict_rows(log, lengths, what, when, lambda numbers: [measure(n) for n in numbers], model)
-    total, tokens = map(sum, zip(*found, strict=True))
-    return total / tokens
+    tokens = sum(count for _, count in found)
+    return sum(total for total, _ in found) / tokens if tokens else None
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ class Stage(Part):
     @classmethod
     @override
     def check(cls, run: RunConfig) -> None:
-        if run.method.has_adapters and any(name.endswith("lm_head") for name in run.target_names):
+        if run.method.has_adapters and run.targets_head:
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but a pipeline's head, which the last stage alone has, takes "
                 "no adapter: leave lm_head out."

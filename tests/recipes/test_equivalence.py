@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.tables.outcomes import EQUIVALENCE
+from common.base.run_config import RunConfig
 from tests.fixtures import Trained
 from tests.outcomes import merged
 from tests.recipes.folders import (
@@ -412,6 +413,15 @@ def test_five_sgd_steps_are_one_devices(case: Case, one: Trained, other: Trained
     found = loss_difference(one, other, 5), weight_difference(one, other)
     assert all(difference < 1e-5 for difference in found)
     differences[case] = found
+    assert forgotten(other) == pytest.approx(forgotten(one), rel=1e-4, abs=1e-6)
+
+
+def forgotten(run: Trained) -> list[float]:
+    """Loss on general texts and divergence from the base, before and after; nothing of other tasks than chats."""
+    if run.record["config"]["task"] != RunConfig.task:
+        return []
+    quality = run.record["quality"]
+    return [quality[when][name] for when in ("before", "after") for name in ("general_loss", "answer_drift")]
 
 
 @pytest.mark.parametrize("case", ONE.values(), ids=str)

@@ -13,8 +13,9 @@ from optuna.trial import TrialState
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
 from common.records.store import RECORD_NAME, load_record
-from common.sweep import JOURNAL, sweep_of
+from common.sweep import JOURNAL, groups_of_gpus, sweep_of
 from tests.forked import run_forked
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
@@ -63,8 +64,27 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
         (("--learning_rate", "1e-4", "1e-3", "--lora_r", "0"), "lora_r is 0"),
         (("--learning_rate", "1e-4", "1e-3", "--steps", "6"), "multiple of 4"),
         (("--learning_rate", "1e-4", "1e-3", "--at_once", "0"), "at_once is 0"),
+        (("--learning_rate", "1e-4", "1e-3", "--max-steps=9"), "max_steps is set by the sweep"),
+        (("--learning_rate", "1e-4", "1e-3", "--lora_dropout", "2"), "lora_dropout is 2"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
     with pytest.raises(BadInputError, match=says):
         sweep_of([FOLDER, *arguments])
+
+
+def test_a_folder_with_several_workflows_is_refused_and_preferences_keep_their_baseline() -> None:
+    rates = ("--learning_rate", "1e-4", "1e-3")
+    with pytest.raises(BadInputError, match="3 workflows"):
+        sweep_of(["3.2_summarization/run_0_cpu_x2", *rates])
+    (settings, *_) = (sweep := sweep_of(["3.4_preference_tuning/run_0_cpu_x1", *rates])).combinations()
+    assert "--baseline" not in sweep.options_of(settings)
+
+
+def test_runs_beside_each_other_share_the_gpus_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunConfig(device="cuda", parallel="ddp", devices=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    assert groups_of_gpus(run, 1) == [""]
+    assert groups_of_gpus(run, 2) == ["3,5", "6,7"]
+    with pytest.raises(BadInputError, match="--at_once 2"):
+        groups_of_gpus(run, 3)

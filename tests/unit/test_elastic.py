@@ -91,8 +91,9 @@ def test_other_ranks_take_the_same_steps(started: pytest.MonkeyPatch, ranks: int
         (HYBRID, 3, 1, "3 ranks started, which are no whole copies of 2 ranks"),
         (HYBRID, 1, 1, "1 rank started, but fsdp divides the model among two or more"),
         (SUMMARIES, 5, 1, "partitions is 4, but there are 5 ranks"),
+        (DDP.changed_to(learning_rate=-1), DDP.world_size, 1, "learning_rate is chosen by the model"),
     ],
-    ids=["a step", "copies", "a model", "partitions"],
+    ids=["a step", "copies", "a model", "partitions", "a rate"],
 )  # fmt: skip
 def test_ranks_that_cannot_share_what_the_run_has_are_refused(
     started: pytest.MonkeyPatch, run: RunConfig, ranks: int, on_each: int, said: str

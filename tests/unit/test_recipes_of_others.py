@@ -14,8 +14,10 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.settings import BY_MODEL
+from common.checks.inputs import check_settings
 from common.models.families import suited_to_model
 from common.models.loading import load_base_model
+from common.models.real_models import SMOLLM2
 from common.models.trained_weights import add_lora, layers_called
 from common.planning.job import BatchShape, job_of_run
 
@@ -94,6 +96,9 @@ def test_a_rate_is_chosen_by_width_and_technique_where_none_was_passed(
         asked = ("--lora_r", "16", "--lora_alpha", f"{alpha}", "--use_rslora", f"{is_rank_stabilized}".lower())
         assert rate(*asked) == pytest.approx(expected * start, rel=0.05)  # of two digits
     assert rate("--learning_rate", f"{run_config.learning_rate}") == run_config.learning_rate
+    assert rate("--model", SMOLLM2) == 4.5e-5
+    rmsprop = parse_overrides(run_config, ["--model", model, "--weights", "random", "--optim", "rmsprop"])
+    assert check_settings(rmsprop).learning_rate > 0, "the optimizer is built with a rate that was chosen"
     assert "learning_rate is 5e-05" in capsys.readouterr().out
 
 

@@ -108,6 +108,10 @@ def test_a_record_names_what_it_read_so_that_it_is_found_again_and_a_kept_one_wi
     read = {"data": str(data), "model": "assets/embedded_base", "results_root": str(tmp_path / "here")}
     assert read.items() <= load_record(log.folder / RECORD_NAME)["config"].items()
     assert f"--data {data}" in command_of(run, RANK)
+    assert "--learning_rate" not in command_of(run, RANK)
+    monkeypatch.setattr(sys.modules["__main__"], "RUN", run_config, raising=False)
+    other = replace(run, model="someone/theirs")  # without it the rule would choose another rate
+    assert f"--learning_rate {run.learning_rate}" in command_of(other, RANK)
     file = keep_record(log.folder)
     kept = load_record(file)
     assert str(tmp_path) not in file.read_text()
