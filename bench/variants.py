@@ -6,6 +6,7 @@ python -m bench.variants dora --learning_rate 5e-4        # one of them
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from itertools import product
@@ -23,12 +24,13 @@ from common.training.steps import evaluate_after, evaluate_before, load, record,
 
 ON = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, **ON}
+OFT = "oft"
 VARIANTS: dict[str, PeftConfig] = {
     "lora": LoraConfig(**LORA),
     "rank-stabilized": LoraConfig(use_rslora=True, **LORA),
     "dora": LoraConfig(use_dora=True, **LORA),
     "pissa": LoraConfig(init_lora_weights="pissa_niter_16", **LORA),
-    "oft": OFTConfig(oft_block_size=32, **ON),
+    OFT: OFTConfig(oft_block_size=32, **ON),
 }
 RATES = (5e-4, 2e-3)
 PROCESSES = 2
@@ -45,8 +47,21 @@ RUN = RunConfig(
 )
 
 
-def compare(run: RunConfig, config: PeftConfig) -> None:
-    """Train one variant by 2.1's loop, and record it."""
+def run_of(variant: str, rate: float) -> RunConfig:
+    """Return a variant's run, whose settings say of the adapters what PEFT's config does (OFT's have no such)."""
+    config = VARIANTS[variant]
+    adapters = {} if variant == OFT else {
+        "lora_r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
+    }  # fmt: skip
+    return RUN.changed_to(learning_rate=rate, run_name=f"variant-{variant}-lr{rate:g}", **adapters)
+
+
+def compare(variant: str, rate: float) -> None:
+    """Train one variant by 2.1's loop, and record it with its name and its own command."""
+    run, config = run_of(variant, rate), VARIANTS[variant]
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, tokenizer, data, model=model)
@@ -59,15 +74,20 @@ def compare(run: RunConfig, config: PeftConfig) -> None:
                 loop.update()
         trained = sum_up(loop)
         after = evaluate_after(log, loop.model.merge_and_unload().eval(), tokenizer, data)
-        record(log, before, after, **trained)
+        asked = {"command": shlex.join(["python", *_command(variant, rate)]), "variant": variant}
+        record(log, before, after, **trained, **asked)
         keep_record(log.folder, REPOSITORY / RECORDS)
 
 
 def compare_apart(variant: str, rate: float) -> None:
     """Train one variant in a process of its own, with one thread, unless it has a record."""
     if not (REPOSITORY / RECORDS / f"variant-{variant}-lr{rate:g}.json").exists():
-        command = [sys.executable, "-m", "bench.variants", variant, "--learning_rate", str(rate)]
+        command = [sys.executable, *_command(variant, rate)]
         subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+
+
+def _command(variant: str, rate: float) -> list[str]:
+    return ["-m", "bench.variants", variant, "--learning_rate", f"{rate:g}"]
 
 
 def main() -> None:
@@ -77,9 +97,9 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, help="of the one variant")
     options = parser.parse_args()
     if options.variant:
-        name = f"variant-{options.variant}-lr{options.learning_rate:g}"
-        run = RUN.changed_to(learning_rate=options.learning_rate, run_name=name)
-        compare(run, VARIANTS[options.variant])
+        if options.learning_rate is None:
+            parser.error("a single variant needs --learning_rate.")
+        compare(options.variant, options.learning_rate)
         return
     with ThreadPool(PROCESSES) as pool:
         pool.starmap(compare_apart, product(VARIANTS, RATES), chunksize=1)

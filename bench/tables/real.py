@@ -57,8 +57,8 @@ def rank_of(run: Row) -> int:
 
 
 def _variant(run: Row) -> str:
-    """Return how PEFT's variant is called, which is in the run's name: `variant-dora-lr0.002`."""
-    return "full" if run["technique"] == "full" else run["run_name"].removeprefix("variant-").rpartition("-lr")[0]
+    """Return the name that bench/variants.py gives a variant; full fine-tuning is none of them."""
+    return run.get("variant") or run["technique"]
 
 
 WHAT = (
