@@ -70,7 +70,7 @@ class Sweep:
         from optuna.storages.journal import JournalFileBackend
         from optuna.trial import TrialState
 
-        logging.set_verbosity(logging.WARNING)  # each run is told of below
+        logging.set_verbosity(logging.CRITICAL)  # runs, and why one ended, are told of below
         folder = self.run.results_folder(self.run.run_name)
         folder.mkdir(parents=True, exist_ok=True)
         study = create_study(

@@ -2,22 +2,40 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from optuna import load_study
+from optuna import Study, load_study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
+from common import sweep as sweeping
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.base.run_folders import folder_named
+from common.checks.folder_runs import run_of_folder
 from common.records.store import RECORD_NAME, load_record
-from common.sweep import JOURNAL, groups_of_gpus, sweep_of
+from common.sweep import JOURNAL, PICTURE, WEIGHTS, groups_of_gpus, main, picture, sweep_of
 from tests.forked import run_forked
 
+PYTHON = sys.executable
+# stands in for Python: prints the losses of a run, whose rate and steps are among its arguments, or does what is asked
+RUN = """#!{python}
+import json, os, signal, sys
+from pathlib import Path
+option = lambda name: sys.argv[len(sys.argv) - 1 - sys.argv[::-1].index(name) + 1]
+rate, steps = float(option("--learning_rate")), int(option("--max_steps"))
+results = Path(option("--results_root")) / "results" / option("--run_name")
+for folder in ("checkpoints", "adapter"):
+    (results / folder).mkdir(parents=True, exist_ok=True)
+for step in range(0, steps + 1, steps // 4):
+    {does}
+    print(json.dumps({{"step": step, "eval_mean_loss": 3 - step * rate}}), flush=True)
+"""
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 RATES = ("1e-4", "1e-3", "1e-2", "30")
 FEW = ("--validation_rows", "9", "--train_rows", "32", "--per_device_train_batch_size", "4")
@@ -53,6 +71,85 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
     assert code == 0
     assert again.partition("\n\n")[2] == said.partition("validation loss, ")[2].partition("\n\n")[2]
     assert swept(tmp_path, "--learning_rate", *RATES, "--steps", "20", *FEW)[0] == 2
+
+
+def sweep_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, *options: str, rates: str = "0.01 0.02 0.04"
+) -> None:
+    """Sweep in this process, with runs that only print losses, which fall with the rate, or do what `does` says."""
+    run = folder / "run"
+    run.write_text(RUN.format(python=PYTHON, does=does))
+    run.chmod(0o755)
+    monkeypatch.setattr(sweeping.sys, "executable", str(run))
+    asked = [FOLDER, "--learning_rate", *rates.split(), "--steps", "16", *options, "--results_root", str(folder)]
+    monkeypatch.setattr(sweeping.sys, "argv", ["sweep", *asked])
+    main()
+
+
+def study_in(folder: Path) -> Study:
+    storage = JournalStorage(JournalFileBackend(str(folder / "results" / "sweep" / JOURNAL)))
+    return load_study(study_name="sweep", storage=storage)
+
+
+def test_the_printed_command_is_the_best_run_s_and_weights_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep_here(tmp_path, monkeypatch, "", "--train_rows", "32")
+    said = capsys.readouterr().out
+    folder, *words = shlex.split(re.search(r"best: .*common.launch (.*)", said)[1])
+    run = run_of_folder(folder_named(folder), words)
+    assert (run.learning_rate, run.train_rows, run.run_name) == (0.04, 32, "sweep-best")
+    assert (run.max_steps, run.baseline) == (RunConfig.max_steps, RunConfig.baseline)  # a whole run again
+    assert len(list(tmp_path.glob("results/sweep-learning_rate-*"))) == 3
+    assert not [each for name in WEIGHTS for each in tmp_path.glob(f"results/*/{name}")]
+    assert (tmp_path / "results" / "sweep" / PICTURE).stat().st_size > 10_000
+
+
+def test_the_picture_has_a_line_for_each_rank_and_a_panel_for_each_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_here(tmp_path, monkeypatch, "", "--lora_r", "8", "32", rates="0.02 0.01")
+    first, *_, last = (figure := picture(study_in(tmp_path))).axes
+    assert [axes.get_title() for axes in figure.axes] == ["step 4", "step 8", "step 16"]
+    assert {line.get_label() for line in first.lines} == {"lora_r 8", "lora_r 32"}
+    assert [line.get_xydata().tolist() for line in first.lines] == [[[0.01, 2.96], [0.02, 2.92]]] * 2
+    assert sum(len(line.get_xdata()) for line in last.lines) < 4  # some have fallen behind
+
+
+def test_an_interrupted_sweep_repeats_what_had_not_ended_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt = "if rate == 0.01 and step == 8: os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+    with pytest.raises(KeyboardInterrupt):
+        sweep_here(tmp_path, monkeypatch, interrupt)
+    assert [each.state.name for each in study_in(tmp_path).trials][:2] == ["COMPLETE", "FAIL"]
+    sweep_here(tmp_path, monkeypatch, "")
+    states = [(each.params["learning_rate"], each.state) for each in study_in(tmp_path).trials if each.params]
+    ended = [rate for rate, state in states if state in (TrialState.COMPLETE, TrialState.PRUNED)]
+    assert sorted(ended) == [0.01, 0.02, 0.04]
+    assert (0.01, TrialState.FAIL) in states
+
+
+@pytest.mark.parametrize("at_once", ["1", "2"])
+def test_a_run_that_is_refused_ends_the_sweep_with_its_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    at_once: str,
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sweep_here(tmp_path, monkeypatch, 'print("error: no rows are left."); sys.exit(2)', "--at_once", at_once)
+    assert capsys.readouterr().err == "error: no rows are left.\n"
+    assert not caplog.records  # no trace by Optuna
+
+
+def test_a_sweep_whose_runs_all_fail_on_the_way_names_no_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="No run reached its last step"):
+        sweep_here(tmp_path, monkeypatch, "if step: sys.exit('the loss is not finite')")
+    said = capsys.readouterr().out
+    assert said.count("failed: the loss is not finite") == 3
+    assert "best:" not in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.tasks.forgetting import Forgetting, drift_of, general_rows, learnt_logits
+from common.tasks.forgetting import Forgetting, drift_of, general_rows, learnt_logits, reading_of
 
 CPU = {"": "cpu"}
 
@@ -73,5 +73,18 @@ def test_what_has_learnt_nothing_or_is_not_asked_forgets_nothing(run_config: Run
     assert run_config.tells_forgetting
     for change in ({"weights": "random"}, {"baseline": "none"}, {"forgetting_data": "none"}):
         assert not replace(run_config, **change).tells_forgetting
-    with pytest.raises(BadInputError, match="forgetting_data"):
-        RunConfig(task="classification", forgetting_data="none")
+    for change in ({"task": "classification", "forgetting_data": "none"}, {"baseline": "none", "forgetting_data": "x"}):
+        with pytest.raises(BadInputError, match="forgetting_data"):
+            RunConfig(**change)
+
+
+def test_answers_are_compared_however_long_the_system_message_of_a_template_is(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    run = replace(run_config, results_root=str(tmp_path))
+    base, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
+    forgetting = Forgetting(run, tokenizer)
+    tokenizer.chat_template = "{{ 'Be kind to all who ask. ' * 60 }}" + tokenizer.chat_template
+    forgetting.before(RunRecorder(run, Rank(0, 1, "cpu", "python")), base)
+    assert len(forgetting.answers[0]["input_ids"]) > reading_of(run).max_length
+    assert forgetting.of_base.keys() == set(range(len(forgetting.answers)))

@@ -72,6 +72,19 @@ def test_the_named_tokens_alone_are_trained_beside_adapters(run_config: RunConfi
     for wrong in ("3,x", "-1", "99999999"):
         with pytest.raises(BadInputError, match="tokens have numbers"):
             add_lora(load_base_model(run_config, CPU), replace(run_config, trainable_token_indices=wrong))
+    with pytest.raises(BadInputError, match=r"trainable_token_indices .* without pairs"):
+        RunConfig(task="preferences", technique="lora", lora_dropout=0.0, trainable_token_indices="3")
+
+
+@pytest.mark.parametrize(
+    ("targets", "has_head"),
+    [("q_proj,lm_head", True), ("q_proj", False), ("all-linear", False), (".*(q_proj|lm_head)", True),
+     ("lm_.*", True), (".*q_proj", False), ("(.*", False)],
+)  # fmt: skip
+def test_the_head_is_found_by_its_name_and_by_an_expression(
+    run_config: RunConfig, targets: str, has_head: bool
+) -> None:
+    assert replace(run_config, target_modules=targets).targets_head is has_head
 
 
 def shape(folder: Path, config: LlamaConfig | Qwen2Config) -> str:
