@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu, scaling, training, vocabulary
+from bench import gpu, real, scaling, training, variants, vocabulary
 from bench.apart import measured_apart
 from bench.clock import Check, Clock
 from bench.entries import keep, measured, read_kept, save
@@ -26,6 +27,7 @@ from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
+from common.records.store import VARIANTS, kept_records, words_of_command
 from tests.forked import run_forked
 from tests.unit import lease_stubs
 
@@ -275,3 +277,46 @@ def test_each_trial_on_a_gpu_has_the_most_rows_that_are_planned_to_fit(trial: gp
     h200 = trial.planned(find_gpu(gpu.GPU))
     assert (h200.fits, h200.job.batch.rows) == (True, gpu.ROWS)
     assert trial.planned(replace(find_gpu(gpu.GPU), memory_gib=78.0)).job.batch.rows in (1, 2)
+
+
+@pytest.mark.parametrize("variant", variants.VARIANTS)
+def test_a_variant_s_settings_are_its_own_config_s(variant: str) -> None:
+    run, config = variants.run_of(variant, 1e-3), variants.VARIANTS[variant]
+    for name in ("lora_alpha", "lora_dropout", "use_rslora"):
+        assert getattr(run, name) == getattr(config, name, getattr(variants.RUN, name))
+    assert run.lora_r == (config.r or variants.RUN.lora_r)  # OFT has blocks instead
+
+
+def test_the_kept_variants_are_those_of_the_script_and_are_made_again_by_their_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = {record["run_name"]: record for record in kept_records(VARIANTS)}
+    runs = [variants.run_of(*each) for each in product(variants.VARIANTS, variants.RATES)]
+    assert kept.keys() == {run.run_name for run in runs}
+    asked = []
+    monkeypatch.setattr(variants, "compare", lambda *each: asked.append(each))
+    for record in kept.values():
+        _, _, module, *options = words_of_command(record)
+        monkeypatch.setattr(sys, "argv", [module, *options])
+        variants.main()
+        run = variants.run_of(*asked[-1])
+        assert (run.run_name, asked[-1][0]) == (record["run_name"], record["variant"])
+        for name in ("model", "data", "learning_rate", "max_steps", "seed", "lora_r", "lora_alpha", "use_rslora"):
+            assert record["config"][name] == getattr(run, name)
+
+
+def test_speed_on_the_real_model_is_judged_against_both_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "smollm2_folder", lambda: None)
+    speeds = {"ours": 100.0, "sft-best": 80.0, "bare": 110.0}
+    asked = {}
+
+    def repeats(tools: tuple[str, ...], seeds: tuple[int, ...], **trial: object) -> dict[str, list[dict[str, float]]]:
+        asked.update(trial, seeds=seeds)
+        return {tool: [{"tokens_per_s": speeds[tool]}] * len(seeds) for tool in tools}
+
+    monkeypatch.setattr(real, "repeats", repeats)
+    found = {entry.name.removeprefix("real, lora, "): entry for entry in real.entries(quick=False)}
+    assert found["ours: non-padding tokens"].value == 100
+    against = [found[f"ours against {tool}, tokens per second"] for tool in ("sft-best", "bare")]
+    assert [(entry.value, entry.holds) for entry in against] == [(1.25, True), (pytest.approx(0.909, abs=1e-3), False)]
+    assert (asked["model"], len(asked["seeds"])) == ("smollm2-135m", 3)
