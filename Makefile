@@ -101,7 +101,7 @@ browser: ## Chromium and its driver, for the tests of the results page (Debian a
 lint: .venv/.has-lint
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo
 
-bench: real ## speed and memory against other tools, scaling, the planner's error: 45 minutes on a quiet machine
+bench: real ## speed and memory against other tools, scaling, the planner's error: 65 minutes on a quiet machine
 	@$(BIN)/python -m bench
 
 siblings: $(RUNS) ## copy each technique's first run folder to the others, but for their literals
