@@ -1,49 +1,70 @@
-"""Find a learning rate, and perhaps a rank, by short runs of a run folder; Optuna ends those that fall behind.
+"""Find a learning rate, and perhaps a rank, by short runs of a run folder; the worse half of them ends early, twice.
 
 python -m common.sweep 2.1_lora_finetuning/run_0_cpu_x1 --learning_rate 2e-4 1e-3 5e-3 --lora_r 8 32 --data my_rows.csv
 
-Asynchronous successive halving (Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning"): after a
-quarter and after half of its steps a run continues only if it is among the better half of those that came so far.
-The middle rates run first. An interrupted sweep continues where the same command is given again.
+Successive halving (Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter
+Optimization"): every run takes a quarter of its steps, the better half of them continues to half of the steps, and the
+better half of these to the end. A run that waits was asked to save (SIGUSR1), and resumes from its checkpoint. An
+interrupted sweep continues where the same command is given again.
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Any
 
 import matplotlib.pyplot as plt
+import psutil
 from matplotlib.figure import Figure
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE, refused_in_one_sentence
-from common.base.errors import BadInputError, RunStoppedError, check_installed
+from common.base.errors import BadInputError, RunStoppedError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import command_here
-from common.base.run_config import RunConfig
+from common.base.run_config import LAST, RunConfig
 from common.base.run_folders import folder_named, workflows_of
 from common.checks.folder_runs import run_of_folder
 from common.hardware.devices import gpus
+from common.records.store import write_json
 from common.reporting.layout import fitted
 from common.runtime.watch import die_with_parent
 from common.tasks.objectives import VALIDATION_LOSS
 
-if TYPE_CHECKING:
-    from optuna import Study, Trial
-    from optuna.trial import FrozenTrial
-
 PARTS = (4, 2, 1)  # all steps over those after which runs are compared
 SWEPT = ("learning_rate", "lora_r")
-OWN = ("max_steps", "eval_steps", "test_rows", "baseline", "log_format")  # settings that a sweep gives its runs
+# settings that a sweep gives its runs
+OWN = ("max_steps", "eval_steps", "test_rows", "baseline", "log_format", "resume_from_checkpoint")
 WEIGHTS = ("checkpoints", "adapter", "merged", "model")  # folders of a run's results, which a sweep does not keep
-JOURNAL, PICTURE = "sweep.log", "sweep.png"
+STATE, PICTURE = "sweep.json", "sweep.png"
+
+
+@dataclass
+class Trial:
+    """One combination of the settings of a grid, and the validation losses of its run so far."""
+
+    settings: dict[str, float]
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step; step 0 is before training, and infinite where the run failed."""
+
+    @property
+    def name(self) -> str:
+        """How the combination is called: `learning_rate-0.001-lora_r-8`."""
+        return "-".join(f"{name}-{value:g}" for name, value in self.settings.items())
+
+    def loss_at(self, step: int) -> float:
+        """Return the loss after a step; infinite where the run did not come so far."""
+        return self.losses.get(step, math.inf)
 
 
 @dataclass(frozen=True)
@@ -54,106 +75,140 @@ class Sweep:
     folder: str
     overrides: list[str]
     steps: int
-    grid: dict[str, list[float]]
+    trials: list[Trial]
     groups: SimpleQueue  # of each run that may go on at the same time, the GPUs that it sees; empty = all
-    refusals: list[Exception] = field(default_factory=list)
 
-    def study(self) -> "Study":
-        """Return Optuna's study, begun or continued, with every combination waiting that has not ended.
+    def rounds(self) -> Iterator[int]:
+        """Yield the steps after which runs are compared."""
+        return (self.steps // part for part in PARTS)
+
+    def continue_from_state(self) -> None:
+        """Read the losses that an earlier sweep of this name has found, if there was one.
 
         Raises:
-            BadInputError: a sweep of this name had other settings.
+            BadInputError: it had other settings.
         """
-        from optuna import create_study, logging  # here: it is an extra
-        from optuna.pruners import SuccessiveHalvingPruner
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-        from optuna.trial import TrialState
+        file = self.run.results_folder(self.run.run_name) / STATE
+        if not file.is_file():
+            return
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if state["asked"] != self._asked():
+            raise BadInputError(
+                f"The sweep {self.run.run_name} had other settings ({state['asked']}): repeat them, or pass another "
+                "--run_name."
+            )
+        for trial in self.trials:
+            trial.losses.update({int(step): loss for step, loss in state["losses"][trial.name].items()})
 
-        logging.set_verbosity(logging.CRITICAL)  # runs, and why one ended, are told of below
+    def keep_state(self) -> None:
+        """Write what was asked, and the losses that were found."""
         folder = self.run.results_folder(self.run.run_name)
         folder.mkdir(parents=True, exist_ok=True)
-        study = create_study(
-            study_name=self.run.run_name,
-            storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
-            pruner=SuccessiveHalvingPruner(min_resource=self.steps // PARTS[0], reduction_factor=2),
-            load_if_exists=True,
-        )
-        asked = {"folder": self.run.run_folder, "overrides": self.overrides, "steps": self.steps, "grid": self.grid}
-        if study.user_attrs.setdefault("asked", asked) != asked:
-            raise BadInputError(
-                f"The sweep {self.run.run_name} had other settings ({study.user_attrs['asked']}): repeat them, or pass "
-                "another --run_name."
-            )
-        study.set_user_attr("asked", asked)
-        for trial in study.get_trials(states=[TrialState.RUNNING]):
-            study.tell(trial.number, state=TrialState.FAIL)  # it was interrupted
-        ended = [trial.params for trial in study.get_trials(states=[TrialState.COMPLETE, TrialState.PRUNED])]
-        ended += [trial.system_attrs["fixed_params"] for trial in study.get_trials(states=[TrialState.WAITING])]
-        for settings in self.combinations():
-            if settings not in ended:
-                study.enqueue_trial(settings)
-        return study
+        losses = {trial.name: trial.losses for trial in self.trials}
+        write_json({"asked": self._asked(), "losses": losses}, folder / STATE)
 
-    def combinations(self) -> list[dict[str, float]]:
-        """Return the settings of all runs, those in the middle of the first setting's values first."""
-        first, *others = self.grid.values()
-        middle = sorted(first, key=lambda value: abs(sorted(first).index(value) - (len(first) - 1) / 2))
-        return [dict(zip(self.grid, each, strict=True)) for each in product(middle, *others)]
+    def _asked(self) -> dict[str, Any]:
+        grid = [trial.settings for trial in self.trials]
+        return {"folder": self.run.run_folder, "overrides": self.overrides, "steps": self.steps, "grid": grid}
 
-    def take(self, trial: "Trial") -> float:
-        """Run one combination, and return its last validation loss.
+    def take(self) -> Trial:
+        """Take all rounds, and return the trial with the lowest loss at the end.
 
         Raises:
-            TrialPruned: it has fallen behind, or failed on the way.
-            RunStoppedError: it ended before its first step.
-            BadInputError: it was refused.
+            RunStoppedError: no run reached its last step, or one ended before its first.
+            BadInputError: a run was refused.
         """
-        from optuna import TrialPruned
+        trials = self.trials
+        for step in self.rounds():
+            with ThreadPoolExecutor(self.groups.qsize()) as pool:
+                advanced = pool.map if self.groups.qsize() > 1 else map
+                list(advanced(lambda trial, step=step: self._advance(trial, step), trials))
+            trials = sorted(trials, key=lambda trial: trial.loss_at(step))
+            count = len(trials) if step == self.steps else max(1, len(trials) // 2)
+            ended = [trial for trial in self.trials if trial not in trials[:count] or step == self.steps]
+            for trial, folder in product(ended, WEIGHTS):
+                shutil.rmtree(self.run.results_folder(self._run_name(trial)) / folder, ignore_errors=True)
+            trials = trials[:count]
+        if not math.isfinite(trials[0].loss_at(self.steps)):
+            raise RunStoppedError("No run reached its last step: pass lower values to --learning_rate.")
+        return trials[0]
 
-        settings = {name: trial.suggest_categorical(name, values) for name, values in self.grid.items()}
-        name, group, last_line, loss = name_of(settings), self.groups.get(), "", None
+    def _advance(self, trial: Trial, until: int) -> None:
+        """Run one combination until a step, from where it waits, unless it has been there or has failed."""
+        if until in trial.losses or math.inf in trial.losses.values():
+            return
+        group, last_line = self.groups.get(), ""
         own = {"CUDA_VISIBLE_DEVICES": group} if group else {}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        command = [sys.executable, "-m", "common.launch", self.folder, *self.options_of(settings)]
+        command = [sys.executable, "-m", "common.launch", self.folder, *self.options_of(trial)]
+        found: dict[int, float] = {}
         with subprocess.Popen(command, env=os.environ | own, preexec_fn=die_with_parent, **streams) as process:
             for line in process.stdout:
                 last_line = line.strip() or last_line
                 figures = _figures_in(line)
                 if VALIDATION_LOSS not in figures:
                     continue
-                step, loss = figures["step"], figures[VALIDATION_LOSS]
-                print(f"{name}: step {step}/{self.steps}, validation loss {loss:.4f}", flush=True)
-                trial.report(loss, step)
-                has_fallen_behind = 0 < step < self.steps and trial.should_prune()
-                if has_fallen_behind:
-                    process.terminate()
-                    break
-            process.stdout.read()
+                step = figures["step"]
+                found[step] = figures[VALIDATION_LOSS]
+                print(f"{trial.name}: step {step}/{self.steps}, validation loss {found[step]:.4f}", flush=True)
+                if step == until < self.steps:
+                    self._ask_to_save(process)
         self.groups.put(group)
-        for folder in WEIGHTS:
-            shutil.rmtree(self.run.results_folder(f"{self.run.run_name}-{name}") / folder, ignore_errors=True)
         if process.returncode == BAD_INPUT_EXIT_CODE:
-            raise self._refused(BadInputError(last_line.partition("error: ")[2] or last_line))
-        if loss is None:
-            raise self._refused(RunStoppedError(f"{name} ended before its first step: {last_line}"))
-        if step < self.steps:
-            print(f"{name}: ends early" if has_fallen_behind else f"{name} failed: {last_line}")
-            raise TrialPruned
-        return loss
+            raise BadInputError(last_line.partition("error: ")[2] or last_line)
+        if not trial.losses and not found:
+            raise RunStoppedError(f"{trial.name} ended before its first step: {last_line}")
+        trial.losses |= found
+        if until not in found:
+            print(f"{trial.name} failed: {last_line}")
+            trial.losses[until] = math.inf
+        self.keep_state()
 
-    def _refused(self, error: Exception) -> Exception:
-        """Keep an error, as Optuna does not raise those of the last runs where several go on at a time."""
-        self.refusals.append(error)
-        return error
+    def _ask_to_save(self, process: subprocess.Popen) -> None:
+        """Ask a run to save and to end: its only rank, or the first that torchrun started, from which others hear."""
+        with suppress(psutil.NoSuchProcess, IndexError):  # it has come to its end meanwhile
+            ranks = psutil.Process(process.pid).children() if self.run.world_size > 1 else [process]
+            ranks[0].send_signal(signal.SIGUSR1)
 
-    def options_of(self, settings: dict[str, float]) -> list[str]:
+    def _run_name(self, trial: Trial) -> str:
+        return f"{self.run.run_name}-{trial.name}"
+
+    def options_of(self, trial: Trial) -> list[str]:
         """Return the settings of one run, as its command has them."""
         whole = {"max_steps": self.steps, "eval_steps": self.steps // PARTS[0], "test_rows": 1, "log_format": "json"}
         without_baseline = {} if self.run.goal.compares else {"baseline": "none"}
-        named = {"run_name": f"{self.run.run_name}-{name_of(settings)}"}
-        asked = {**settings, **whole, **without_baseline, **named}
+        named = {"run_name": self._run_name(trial), "resume_from_checkpoint": LAST}
+        asked = {**trial.settings, **whole, **without_baseline, **named}
         return [*self.overrides, *(part for name, value in asked.items() for part in (f"--{name}", str(value)))]
+
+    def table(self) -> str:
+        """Return the losses of all runs, those that came further first, and of these the best."""
+        steps = list(self.rounds())
+        trials = sorted(self.trials, key=lambda trial: [trial.loss_at(step) for step in reversed(steps)])
+        rows = [
+            [*(f"{value:g}" for value in trial.settings.values()), *(_said(trial.losses.get(step)) for step in steps)]
+            for trial in trials
+        ]
+        table = fitted([*self.trials[0].settings, *(f"step {step}" for step in steps)], rows)
+        return f"validation loss, {trials[0].losses[0]:.4f} before training\n\n{table}"
+
+    def picture(self) -> Figure:
+        """Plot the losses over the learning rate: a colour for each other setting, a panel for each comparison."""
+        figure, panels = plt.subplots(1, len(PARTS), figsize=(11, 3.5), sharey=True, layout="constrained")
+        others = sorted({tuple(trial.settings.items())[1:] for trial in self.trials})
+        for (axes, step), own in product(zip(panels, self.rounds(), strict=True), others):
+            points = sorted(
+                (trial.settings["learning_rate"], trial.loss_at(step))
+                for trial in self.trials
+                if tuple(trial.settings.items())[1:] == own and math.isfinite(trial.loss_at(step))
+            )
+            label = ", ".join(f"{name} {value:g}" for name, value in own)
+            axes.plot(*zip(*points, strict=True) if points else ((), ()), marker="o", label=label)
+            axes.set(xscale="log", xlabel="learning rate", title=f"step {step}")
+        panels[0].set_ylabel("validation loss")
+        if any(others):
+            panels[0].legend()
+        return figure
 
 
 def _figures_in(line: str) -> dict[str, float]:
@@ -163,52 +218,8 @@ def _figures_in(line: str) -> dict[str, float]:
     return {}
 
 
-def name_of(settings: dict[str, float]) -> str:
-    """Return what a combination is called: `learning_rate-0.001-lora_r-8`."""
-    return "-".join(f"{name}-{value:g}" for name, value in settings.items())
-
-
-def table(study: "Study") -> str:
-    """Return the losses of all runs, those that came further first, and of these the best."""
-    steps = [study.user_attrs["asked"]["steps"] // part for part in PARTS]
-    trials = sorted(study.trials, key=lambda trial: (-len(trial.intermediate_values), _last_loss(trial)))
-    rows = [
-        [*(f"{value:g}" for value in trial.params.values()), *(_said(trial, step) for step in steps),
-         trial.state.name.lower()]
-        for trial in trials if trial.params
-    ]  # fmt: skip
-    before = next(trial.intermediate_values[0] for trial in trials)
-    heads = [*study.user_attrs["asked"]["grid"], *(f"step {step}" for step in steps), "ended"]
-    return f"validation loss, {before:.4f} before training\n\n{fitted(heads, rows)}"
-
-
-def _last_loss(trial: "FrozenTrial") -> float:
-    return trial.intermediate_values[max(trial.intermediate_values)] if trial.intermediate_values else float("inf")
-
-
-def _said(trial: "FrozenTrial", step: int) -> str:
-    return f"{trial.intermediate_values[step]:.4f}" if step in trial.intermediate_values else ""
-
-
-def picture(study: "Study") -> Figure:
-    """Plot the losses over the learning rate: a colour for each other setting, a panel for each comparison."""
-    figure, panels = plt.subplots(1, len(PARTS), figsize=(11, 3.5), sharey=True, layout="constrained")
-    others = sorted({tuple(trial.params.items())[1:] for trial in study.trials})
-    for axes, part in zip(panels, PARTS, strict=True):
-        step = study.user_attrs["asked"]["steps"] // part
-        for own in others:
-            points = sorted(
-                (trial.params["learning_rate"], trial.intermediate_values[step])
-                for trial in study.trials
-                if tuple(trial.params.items())[1:] == own and step in trial.intermediate_values
-            )
-            label = ", ".join(f"{name} {value:g}" for name, value in own)
-            axes.plot(*zip(*points, strict=True) if points else ((), ()), marker="o", label=label)
-        axes.set(xscale="log", xlabel="learning rate", title=f"step {step}")
-    panels[0].set_ylabel("validation loss")
-    if any(others):
-        panels[0].legend()
-    return figure
+def _said(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}" if math.isfinite(loss) else "failed"
 
 
 def sweep_of(arguments: Sequence[str] | None = None) -> Sweep:
@@ -245,11 +256,12 @@ def sweep_of(arguments: Sequence[str] | None = None) -> Sweep:
     groups = SimpleQueue()
     for group in groups_of_gpus(run, options.at_once):
         groups.put(group)
-    sweep = Sweep(run, options.run_folder, overrides, options.steps, grid, groups)
-    if len(sweep.combinations()) < 2:
+    trials = [Trial(dict(zip(grid, each, strict=True))) for each in product(*grid.values())]
+    sweep = Sweep(run, options.run_folder, overrides, options.steps, trials, groups)
+    if len(trials) < 2:
         raise BadInputError("There is one run, and nothing to choose from: pass two or more values to --learning_rate.")
-    for settings in sweep.combinations():
-        run_of_folder(folder, sweep.options_of(settings))
+    for trial in trials:
+        run_of_folder(folder, sweep.options_of(trial))
     return sweep
 
 
@@ -272,19 +284,14 @@ def groups_of_gpus(run: RunConfig, count: int) -> list[str]:
 def main() -> None:
     """Take a sweep; print its table and the best run's command, and draw its picture."""
     sweep = sweep_of()
-    check_installed("optuna", "common.sweep", "`pip install -e '.[sweep]'` in the repository's folder")
-    study = sweep.study()
-    if waiting := sum(not trial.state.is_finished() for trial in study.trials):
-        study.optimize(sweep.take, n_trials=waiting, n_jobs=sweep.groups.qsize())
-    if sweep.refusals:
-        raise sweep.refusals[0]
+    sweep.continue_from_state()
+    sweep.keep_state()
+    best = sweep.take()
     place = sweep.run.results_folder(sweep.run.run_name) / PICTURE
-    picture(study).savefig(place)
-    print(f"\n{table(study)}\n\npicture: {place}")
-    if all(trial.state.name != "COMPLETE" for trial in study.trials):
-        raise RunStoppedError("No run reached its last step: pass lower values to --learning_rate.")
-    chosen = {**study.best_params, "run_name": f"{sweep.run.run_name}-best"}
+    sweep.picture().savefig(place)
+    chosen = {**best.settings, "run_name": f"{sweep.run.run_name}-best"}
     options = [part for name, value in chosen.items() for part in (f"--{name}", str(value))]
+    print(f"\n{sweep.table()}\n\npicture: {place}")
     print(f"best: {command_here('launch')} {shlex.join([sweep.folder, *sweep.overrides, *options])}")
 
 

@@ -1,16 +1,15 @@
 """A sweep takes fewer steps than its grid, continues where it was interrupted, and refuses what cannot be, early."""
 
+import json
+import math
 import os
 import re
 import shlex
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
-from optuna import Study, load_study
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
 
 from common import sweep as sweeping
 from common.base.errors import BadInputError
@@ -18,8 +17,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import folder_named
 from common.checks.folder_runs import run_of_folder
-from common.records.store import RECORD_NAME, load_record
-from common.sweep import JOURNAL, PICTURE, WEIGHTS, groups_of_gpus, main, picture, sweep_of
+from common.records.store import REAL, RECORD_NAME, load_record
+from common.sweep import PICTURE, STATE, WEIGHTS, Sweep, Trial, groups_of_gpus, main, sweep_of
 from tests.forked import run_forked
 
 PYTHON = sys.executable
@@ -32,9 +31,17 @@ rate, steps = float(option("--learning_rate")), int(option("--max_steps"))
 results = Path(option("--results_root")) / "results" / option("--run_name")
 for folder in ("checkpoints", "adapter"):
     (results / folder).mkdir(parents=True, exist_ok=True)
-for step in range(0, steps + 1, steps // 4):
+reached = results / "checkpoints" / "reached"
+def save(*_):
+    reached.write_text(str(step))
+    sys.exit(138)
+signal.signal(signal.SIGUSR1, save)
+first = int(reached.read_text()) + steps // 4 if reached.exists() else 0
+for step in range(first, steps + 1, steps // 4):
     {does}
     print(json.dumps({{"step": step, "eval_mean_loss": 3 - step * rate}}), flush=True)
+    if step in (steps // 4, steps // 2):
+        signal.sigtimedwait([], 0.5)  # the next steps take their time
 """
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 RATES = ("1e-4", "1e-3", "1e-2", "30")
@@ -54,17 +61,16 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
     asked = ("--learning_rate", *RATES, "--steps", "16", *FEW)
     code, said = swept(tmp_path, *asked)
     assert code == 0, said
-    journal = JournalStorage(JournalFileBackend(str(tmp_path / "results" / "sweep" / JOURNAL)))
-    trials = {each.params["learning_rate"]: each for each in load_study(study_name="sweep", storage=journal).trials}
-    assert trials.keys() == set(map(float, RATES))
-    losses = {rate: each.intermediate_values for rate, each in trials.items()}
-    assert losses.pop(30.0).keys() == {0}  # its gradients are not finite
-    assert all({0, 4} <= of_run.keys() for of_run in losses.values())
-    assert sum(max(of_run) for of_run in losses.values()) < 3 * 16
-    whole = [rate for rate, each in trials.items() if each.state is TrialState.COMPLETE]
-    best = min(whole, key=lambda rate: losses[rate][16])
+    losses = losses_in(tmp_path)
+    assert losses.keys() == set(map(float, RATES))
+    failed = losses.pop(30.0)  # its gradients are not finite
+    assert failed.keys() == {0, 4}
+    assert math.isinf(failed[4])
+    assert sorted(max(of_run) for of_run in losses.values()) == [4, 8, 16]
+    (best,) = (rate for rate, of_run in losses.items() if 16 in of_run)
     record = load_record(tmp_path / "results" / f"sweep-learning_rate-{best:g}" / RECORD_NAME)
     assert (record["status"], record["steps"]) == ("completed", 16)
+    assert record["checkpoints"]["went_on_from"]
     assert record["best_validation_loss"] == min(loss for step, loss in losses[best].items() if step)
     assert re.search(rf"best: .*--learning_rate {best:g}", said)
     code, again = swept(tmp_path, *asked)
@@ -75,7 +81,7 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
 
 def sweep_here(
     folder: Path, monkeypatch: pytest.MonkeyPatch, does: str, *options: str, rates: str = "0.01 0.02 0.04"
-) -> None:
+) -> Sweep:
     """Sweep in this process, with runs that only print losses, which fall with the rate, or do what `does` says."""
     run = folder / "run"
     run.write_text(RUN.format(python=PYTHON, does=does))
@@ -84,11 +90,16 @@ def sweep_here(
     asked = [FOLDER, "--learning_rate", *rates.split(), "--steps", "16", *options, "--results_root", str(folder)]
     monkeypatch.setattr(sweeping.sys, "argv", ["sweep", *asked])
     main()
+    return sweep_of()
 
 
-def study_in(folder: Path) -> Study:
-    storage = JournalStorage(JournalFileBackend(str(folder / "results" / "sweep" / JOURNAL)))
-    return load_study(study_name="sweep", storage=storage)
+def losses_in(folder: Path) -> dict[float, dict[int, float]]:
+    """The losses that a sweep has kept, by the rate and the step; of one with a single rank."""
+    state = json.loads((folder / "results" / "sweep" / STATE).read_text())
+    return {
+        settings["learning_rate"]: {int(step): loss for step, loss in losses.items()}
+        for settings, losses in zip(state["asked"]["grid"], state["losses"].values(), strict=True)
+    }
 
 
 def test_the_printed_command_is_the_best_run_s_and_weights_are_not_kept(
@@ -108,24 +119,43 @@ def test_the_printed_command_is_the_best_run_s_and_weights_are_not_kept(
 def test_the_picture_has_a_line_for_each_rank_and_a_panel_for_each_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sweep_here(tmp_path, monkeypatch, "", "--lora_r", "8", "32", rates="0.02 0.01")
-    first, *_, last = (figure := picture(study_in(tmp_path))).axes
+    asked = sweep_here(tmp_path, monkeypatch, "", "--lora_r", "8", "32", rates="0.01 0.02")
+    asked.continue_from_state()
+    first, *_, last = (figure := asked.picture()).axes
     assert [axes.get_title() for axes in figure.axes] == ["step 4", "step 8", "step 16"]
     assert {line.get_label() for line in first.lines} == {"lora_r 8", "lora_r 32"}
     assert [line.get_xydata().tolist() for line in first.lines] == [[[0.01, 2.96], [0.02, 2.92]]] * 2
-    assert sum(len(line.get_xdata()) for line in last.lines) < 4  # some have fallen behind
+    assert [list(line.get_xdata()) for line in last.lines] == [[0.02], []]
+
+
+@pytest.mark.parametrize("rates", list(permutations(("3e-5", "1e-4", "3e-4", "1e-3"))))
+def test_half_the_steps_find_a_rate_near_the_best_of_the_grid_of_the_real_model(
+    rates: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the losses of the kept runs, each of 40 steps."""
+    runs = (
+        json.loads((REPOSITORY / REAL / f"real-lora-r8-lr{float(rate):g}-seed42.json").read_text()) for rate in rates
+    )
+    found = {run["config"]["learning_rate"]: dict(run["validation_losses"]) for run in runs}
+
+    def advance(_: Sweep, trial: Trial, until: int) -> None:
+        trial.losses.update({until: found[trial.settings["learning_rate"]][until]})
+
+    monkeypatch.setattr(Sweep, "_advance", advance)
+    asked = ["--learning_rate", *rates, "--results_root", str(tmp_path)]
+    best = (sweep := sweep_of([FOLDER, *asked])).take()
+    assert best.losses[40] <= 1.02 * min(losses[40] for losses in found.values())
+    assert sum(max(trial.losses) for trial in sweep.trials) <= 40 * len(rates) / 2
 
 
 def test_an_interrupted_sweep_repeats_what_had_not_ended_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt = "if rate == 0.01 and step == 8: os.kill(os.getppid(), signal.SIGINT); signal.pause()"
+    interrupt = "if rate == 0.01 and step == 4: os.kill(os.getppid(), signal.SIGINT); signal.pause()"
     with pytest.raises(KeyboardInterrupt):
-        sweep_here(tmp_path, monkeypatch, interrupt)
-    assert [each.state.name for each in study_in(tmp_path).trials][:2] == ["COMPLETE", "FAIL"]
-    sweep_here(tmp_path, monkeypatch, "")
-    states = [(each.params["learning_rate"], each.state) for each in study_in(tmp_path).trials if each.params]
-    ended = [rate for rate, state in states if state in (TrialState.COMPLETE, TrialState.PRUNED)]
-    assert sorted(ended) == [0.01, 0.02, 0.04]
-    assert (0.01, TrialState.FAIL) in states
+        sweep_here(tmp_path, monkeypatch, interrupt, rates="0.02 0.04 0.01")
+    assert losses_in(tmp_path) == {0.01: {}, 0.02: {0: 3, 4: 2.92}, 0.04: {0: 3, 4: 2.84}}
+    sweep_here(tmp_path, monkeypatch, "assert rate != 0.02, 'taken again'", rates="0.02 0.04 0.01")
+    steps = {rate: max(losses) for rate, losses in losses_in(tmp_path).items()}
+    assert steps == {0.01: 4, 0.02: 4, 0.04: 16}
 
 
 @pytest.mark.parametrize("at_once", ["1", "2"])
@@ -133,13 +163,11 @@ def test_a_run_that_is_refused_ends_the_sweep_with_its_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
     at_once: str,
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         sweep_here(tmp_path, monkeypatch, 'print("error: no rows are left."); sys.exit(2)', "--at_once", at_once)
     assert capsys.readouterr().err == "error: no rows are left.\n"
-    assert not caplog.records  # no trace by Optuna
 
 
 def test_a_sweep_whose_runs_all_fail_on_the_way_names_no_best(
@@ -174,8 +202,8 @@ def test_a_folder_with_several_workflows_is_refused_and_preferences_keep_their_b
     rates = ("--learning_rate", "1e-4", "1e-3")
     with pytest.raises(BadInputError, match="3 workflows"):
         sweep_of(["3.2_summarization/run_0_cpu_x2", *rates])
-    (settings, *_) = (sweep := sweep_of(["3.4_preference_tuning/run_0_cpu_x1", *rates])).combinations()
-    assert "--baseline" not in sweep.options_of(settings)
+    sweep = sweep_of(["3.4_preference_tuning/run_0_cpu_x1", *rates])
+    assert "--baseline" not in sweep.options_of(sweep.trials[0])
 
 
 def test_runs_beside_each_other_share_the_gpus_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
