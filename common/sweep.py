@@ -4,8 +4,8 @@ python -m common.sweep 2.1_lora_finetuning/run_0_cpu_x1 --learning_rate 2e-4 1e-
 
 Successive halving (Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter
 Optimization"): every run takes a quarter of its steps, the better half of them continues to half of the steps, and the
-better half of these to the end. A run that waits was asked to save (SIGUSR1), and resumes from its checkpoint. An
-interrupted sweep continues where the same command is given again.
+better half of these to the end. A run that waits is a checkpoint (`pause_at_step`), and resumes from it. An interrupted
+sweep continues where the same command is given again.
 """
 
 import json
@@ -13,7 +13,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import matplotlib.pyplot as plt
-import psutil
 from matplotlib.figure import Figure
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE, refused_in_one_sentence
@@ -44,7 +43,8 @@ from common.tasks.objectives import VALIDATION_LOSS
 PARTS = (4, 2, 1)  # all steps over those after which runs are compared
 SWEPT = ("learning_rate", "lora_r")
 # settings that a sweep gives its runs
-OWN = ("max_steps", "eval_steps", "test_rows", "baseline", "log_format", "resume_from_checkpoint")
+OWN = ("max_steps", "eval_steps", "test_rows", "baseline", "log_format", "pause_at_step", "resume_from_checkpoint",
+       "early_stopping_patience")  # fmt: skip
 WEIGHTS = ("checkpoints", "adapter", "merged", "model")  # folders of a run's results, which a sweep does not keep
 STATE, PICTURE = "sweep.json", "sweep.png"
 
@@ -77,6 +77,7 @@ class Sweep:
     steps: int
     trials: list[Trial]
     groups: SimpleQueue  # of each run that may go on at the same time, the GPUs that it sees; empty = all
+    lock: Lock = field(default_factory=Lock)
 
     def rounds(self) -> Iterator[int]:
         """Yield the steps after which runs are compared."""
@@ -101,10 +102,13 @@ class Sweep:
             trial.losses.update({int(step): loss for step, loss in state["losses"][trial.name].items()})
 
     def keep_state(self) -> None:
-        """Write what was asked, and the losses that were found."""
+        """Write what was asked, and the losses that were found; a run that has failed is tried again."""
         folder = self.run.results_folder(self.run.run_name)
         folder.mkdir(parents=True, exist_ok=True)
-        losses = {trial.name: trial.losses for trial in self.trials}
+        losses = {
+            trial.name: {step: loss for step, loss in trial.losses.items() if math.isfinite(loss)}
+            for trial in self.trials
+        }
         write_json({"asked": self._asked(), "losses": losses}, folder / STATE)
 
     def _asked(self) -> dict[str, Any]:
@@ -137,48 +141,45 @@ class Sweep:
         """Run one combination until a step, from where it waits, unless it has been there or has failed."""
         if until in trial.losses or math.inf in trial.losses.values():
             return
-        group, last_line = self.groups.get(), ""
+        group, last_line, error = self.groups.get(), "", ""
         own = {"CUDA_VISIBLE_DEVICES": group} if group else {}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-        command = [sys.executable, "-m", "common.launch", self.folder, *self.options_of(trial)]
-        found: dict[int, float] = {}
-        with subprocess.Popen(command, env=os.environ | own, preexec_fn=die_with_parent, **streams) as process:
-            for line in process.stdout:
-                last_line = line.strip() or last_line
-                figures = _figures_in(line)
-                if VALIDATION_LOSS not in figures:
-                    continue
-                step = figures["step"]
-                found[step] = figures[VALIDATION_LOSS]
-                print(f"{trial.name}: step {step}/{self.steps}, validation loss {found[step]:.4f}", flush=True)
-                if step == until < self.steps:
-                    self._ask_to_save(process)
-        self.groups.put(group)
+        command = [sys.executable, "-m", "common.launch", self.folder, *self.options_of(trial, until)]
+        try:
+            with subprocess.Popen(command, env=os.environ | own, preexec_fn=die_with_parent, **streams) as process:
+                for line in process.stdout:
+                    last_line = line.strip() or last_line
+                    error = line.partition("error: ")[2].strip() or error
+                    figures = _figures_in(line)
+                    if VALIDATION_LOSS in figures:
+                        self._note(trial, figures["step"], figures[VALIDATION_LOSS])
+        finally:
+            self.groups.put(group)
         if process.returncode == BAD_INPUT_EXIT_CODE:
-            raise BadInputError(last_line.partition("error: ")[2] or last_line)
-        if not trial.losses and not found:
-            raise RunStoppedError(f"{trial.name} ended before its first step: {last_line}")
-        trial.losses |= found
-        if until not in found:
-            print(f"{trial.name} failed: {last_line}")
+            raise BadInputError(error or last_line)
+        if not trial.losses:
+            raise RunStoppedError(f"{trial.name} ended before its first step: {error or last_line}")
+        if until not in trial.losses:
+            print(f"{trial.name} failed: {error or last_line}")
             trial.losses[until] = math.inf
-        self.keep_state()
 
-    def _ask_to_save(self, process: subprocess.Popen) -> None:
-        """Ask a run to save and to end: its only rank, or the first that torchrun started, from which others hear."""
-        with suppress(psutil.NoSuchProcess, IndexError):  # it has come to its end meanwhile
-            ranks = psutil.Process(process.pid).children() if self.run.world_size > 1 else [process]
-            ranks[0].send_signal(signal.SIGUSR1)
+    def _note(self, trial: Trial, step: int, loss: float) -> None:
+        """Say and keep a validation loss, so that it is known should the sweep be interrupted."""
+        print(f"{trial.name}: step {step}/{self.steps}, validation loss {loss:.4f}", flush=True)
+        with self.lock:
+            trial.losses[step] = loss
+            self.keep_state()
 
     def _run_name(self, trial: Trial) -> str:
         return f"{self.run.run_name}-{trial.name}"
 
-    def options_of(self, trial: Trial) -> list[str]:
-        """Return the settings of one run, as its command has them."""
+    def options_of(self, trial: Trial, until: int) -> list[str]:
+        """Return the settings of one run that waits after a step, as its command has them."""
         whole = {"max_steps": self.steps, "eval_steps": self.steps // PARTS[0], "test_rows": 1, "log_format": "json"}
         without_baseline = {} if self.run.goal.compares else {"baseline": "none"}
         named = {"run_name": self._run_name(trial), "resume_from_checkpoint": LAST}
-        asked = {**trial.settings, **whole, **without_baseline, **named}
+        waits = {"pause_at_step": until} if until < self.steps else {}
+        asked = {**trial.settings, **whole, **without_baseline, **named, **waits}
         return [*self.overrides, *(part for name, value in asked.items() for part in (f"--{name}", str(value)))]
 
     def table(self) -> str:
@@ -261,7 +262,7 @@ def sweep_of(arguments: Sequence[str] | None = None) -> Sweep:
     if len(trials) < 2:
         raise BadInputError("There is one run, and nothing to choose from: pass two or more values to --learning_rate.")
     for trial in trials:
-        run_of_folder(folder, sweep.options_of(trial))
+        run_of_folder(folder, sweep.options_of(trial, sweep.steps))
     return sweep
 
 

@@ -306,6 +306,9 @@ class EvaluationSettings:
         ABOVE_0,
         OnlyFor("runs without save_steps", lambda run: not run.save_steps),
     )
+    pause_at_step: int = setting(
+        0, "Step after which a full state is saved and the run ends, to be resumed later; 0 = none.", AT_LEAST_0
+    )
     early_stopping_patience: int = setting(0, "Validations without gain that end training; 0 = never.", AT_LEAST_0)
     per_device_eval_batch_size: int = setting(
         0, f"Rows that a rank validates or answers at once; 0 = by the plan, at most {MOST_EVALUATED_AT_ONCE}.", *HELD_0

@@ -55,7 +55,7 @@ class Saver:
     def __init__(self, part: Part, log: RunRecorder, rows: int) -> None:
         self.part, self.log, self.rank = part, log, log.rank
         self.folder, self.writes = log.folder / "checkpoints", log.writes
-        self.schedule = SaveSchedule(log.run.max_lost_minutes)
+        self.schedule = SaveSchedule(log.run.max_lost_minutes, log.run.pause_at_step)
         self.sizes: dict[str, list[int]] = {FULL_STATE: [], WEIGHTS: []}
         self.waits_s: list[float] = []
         self.about = about_run(log.run, rows, log.row_digests)
@@ -123,8 +123,8 @@ class Saver:
             if self.schedule.is_asked:
                 self._wait_and_commit()
                 raise AskedToEndError(
-                    f"saved after step {state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} "
-                    "resumes there."
+                    f"saved after step {state.global_step}, as asked by {self.schedule.asked_by(state)}; "
+                    f"--resume_from_checkpoint {LAST} resumes there."
                 )
 
     def _write(self, folder: Path, is_full: bool) -> None:
@@ -282,10 +282,10 @@ def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> Ch
 class SaveSchedule(TrainerCallback):
     """Asks for a full state every `save_steps` steps, or before more than `max_lost_minutes` of training would be lost.
 
-    A SIGUSR1 also asks for one, after which the run ends. Ranks have clocks of their own, may get the signal at
-    different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps since the last
-    full state, but at most 20 s apart, after each validation and after the last step: they turn the minutes that are
-    left into steps, at the slowest rank's pace, and hear whether one was asked.
+    `pause_at_step` and a SIGUSR1 also ask for one, after which the run ends. Ranks have clocks of their own, may get
+    the signal at different times or not at all, and must save at the same step. They meet after 1, 2, 4, 8 ... steps
+    since the last full state, but at most 20 s apart, after each validation and after the last step: they turn the
+    minutes that are left into steps, at the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.
@@ -293,8 +293,9 @@ class SaveSchedule(TrainerCallback):
         due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
     """
 
-    def __init__(self, max_lost_minutes: float) -> None:
+    def __init__(self, max_lost_minutes: float, pause_at_step: int = 0) -> None:
         self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
+        self.pause_at_step = pause_at_step
         self.is_asked, self.pace_s = False, 0.0
         self.saved(0)
 
@@ -312,7 +313,12 @@ class SaveSchedule(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if state.global_step >= self.next_meeting or control.should_training_stop:
             self.meet(state)
+        self.is_asked = self.is_asked or state.global_step == self.pause_at_step
         control.should_save = control.should_save or self.is_due(state, control)
+
+    def asked_by(self, state: TrainerState) -> str:
+        """Return what asked the run to end after its last step."""
+        return "--pause_at_step" if state.global_step == self.pause_at_step else "SIGUSR1"
 
     def is_due(self, state: TrainerState, control: TrainerControl) -> bool:
         """Return whether a full state is to be saved after the step that was taken last."""
@@ -328,7 +334,8 @@ class SaveSchedule(TrainerCallback):
         if step > self.met_step:
             self.pace_s = (now_s - self.met_s) / (step - self.met_step)
         of_ranks = gather_object([(now_s - self.saved_s, self.pace_s, is_asked_to_save())])
-        lost_s, pace_s, self.is_asked = (max(of_each) for of_each in zip(*of_ranks, strict=True))
+        lost_s, pace_s, is_asked = (max(of_each) for of_each in zip(*of_ranks, strict=True))
+        self.is_asked = self.is_asked or is_asked
         self.due_step = step + max(0, math.floor((self.max_lost_s - lost_s) / pace_s))
         self.next_meeting = step + max(1, min(step - self.saved_step, math.floor(MEET_S / pace_s)))
         self.met_step, self.met_s = step, now_s

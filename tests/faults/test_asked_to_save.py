@@ -19,7 +19,7 @@ SELDOM = ("--save_steps", "0")
 """By minutes, of which no test takes as many."""
 LONGER, LONGER_STEPS = ("--num_train_epochs", "3"), 9
 """Else it might be over before it hears of the signal."""
-SAVED = "saved after step {step}, as asked by SIGUSR1; --resume_from_checkpoint last resumes there."
+SAVED = "saved after step {step}, as asked by {by}; --resume_from_checkpoint last resumes there."
 NOTHING_SAVED = "ended before step 1 of training, as asked by SIGUSR1: nothing was to be saved."
 LOSSES = ("training_losses", "validation_losses")
 
@@ -41,7 +41,7 @@ def test_a_run_that_is_asked_saves_ends_and_resumes_exactly(
     assert run.alive() == []
     record = run.record
     step = record["failed_step"]
-    assert errors(run.output) == [SAVED.format(step=step)]
+    assert errors(run.output) == [SAVED.format(step=step, by="SIGUSR1")]
     assert (record["status"], record["failed_phase"]) == ("interrupted", "training")
     assert "final evaluation ..." not in run.output
     kept = newest_whole(run.results / "checkpoints")
@@ -54,6 +54,19 @@ def test_a_run_that_is_asked_saves_ends_and_resumes_exactly(
     assert [resumed[name] for name in LOSSES] == [expected[name] for name in LOSSES]
     ends = [results / "checkpoints" / f"checkpoint-{LONGER_STEPS}" for results in (like, again.results)]
     assert largest_difference(*ends) == 0
+
+
+@pytest.mark.parametrize("technique", cases(["single"], slow=["ddp"]))
+def test_a_run_pauses_after_the_step_it_is_told_and_resumes_exactly(
+    start: Callable, straight: Callable, technique: str
+) -> None:
+    run = start(technique, *SELDOM, *LONGER, "--pause_at_step", "5")
+    assert run.end(RUN_S) != 0
+    assert set(errors(run.output)) == {SAVED.format(step=5, by="--pause_at_step")}
+    assert steps_at(newest_whole(run.results / "checkpoints")) == 5
+    resumed = start(technique, *SELDOM, *LONGER, "--resume_from_checkpoint", "last").finish()
+    expected = json.loads((straight(technique, *LONGER) / "run_record.json").read_text())
+    assert [resumed[name] for name in LOSSES] == [expected[name] for name in LOSSES]
 
 
 BETWEEN_MEETINGS = ("ask rank=1 step=3 point=batch", ("--eval_steps", "5"), 4)
@@ -76,7 +89,7 @@ def test_all_save_after_the_same_step_where_one_was_asked(
     run = start(technique, *SELDOM, *settings, fault=fault)
     code = run.end(RUN_S)
     assert code == ASKED_TO_END_EXIT_CODE if technique == "single" else code != 0
-    assert errors(run.output) == [SAVED.format(step=step) if step else NOTHING_SAVED]
+    assert errors(run.output) == [SAVED.format(step=step, by="SIGUSR1") if step else NOTHING_SAVED]
     assert run.record["status"] == "interrupted"
     kept = newest_whole(run.results / "checkpoints")
     assert (steps_at(kept) if kept else 0) == step

@@ -1,12 +1,10 @@
 """A sweep takes fewer steps than its grid, continues where it was interrupted, and refuses what cannot be, early."""
 
 import json
-import math
 import os
 import re
 import shlex
 import sys
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -32,16 +30,14 @@ results = Path(option("--results_root")) / "results" / option("--run_name")
 for folder in ("checkpoints", "adapter"):
     (results / folder).mkdir(parents=True, exist_ok=True)
 reached = results / "checkpoints" / "reached"
-def save(*_):
-    reached.write_text(str(step))
-    sys.exit(138)
-signal.signal(signal.SIGUSR1, save)
+until = int(option("--pause_at_step")) if "--pause_at_step" in sys.argv else steps
 first = int(reached.read_text()) + steps // 4 if reached.exists() else 0
 for step in range(first, steps + 1, steps // 4):
     {does}
     print(json.dumps({{"step": step, "eval_mean_loss": 3 - step * rate}}), flush=True)
-    if step in (steps // 4, steps // 2):
-        signal.sigtimedwait([], 0.5)  # the next steps take their time
+    if step == until:
+        reached.write_text(str(step))
+        sys.exit(138 * (until < steps))
 """
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 RATES = ("1e-4", "1e-3", "1e-2", "30")
@@ -57,16 +53,14 @@ def swept(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path: Path) -> None:
+def test_runs_that_fall_behind_end_early_and_a_second_call_repeats_what_has_failed(tmp_path: Path) -> None:
     asked = ("--learning_rate", *RATES, "--steps", "16", *FEW)
     code, said = swept(tmp_path, *asked)
     assert code == 0, said
     losses = losses_in(tmp_path)
     assert losses.keys() == set(map(float, RATES))
-    failed = losses.pop(30.0)  # its gradients are not finite
-    assert failed.keys() == {0, 4}
-    assert math.isinf(failed[4])
-    assert sum(max(of_run) for of_run in losses.values()) < 3 * 16  # short steps may go on before a run has saved
+    assert losses.pop(30.0).keys() == {0}  # its gradients are not finite
+    assert sorted(max(of_run) for of_run in losses.values()) == [4, 8, 16]
     (best,) = (rate for rate, of_run in losses.items() if 16 in of_run)
     record = load_record(tmp_path / "results" / f"sweep-learning_rate-{best:g}" / RECORD_NAME)
     assert (record["status"], record["steps"]) == ("completed", 16)
@@ -75,7 +69,8 @@ def test_runs_that_fall_behind_end_early_and_a_second_call_runs_nothing(tmp_path
     assert re.search(rf"best: .*--learning_rate {best:g}", said)
     code, again = swept(tmp_path, *asked)
     assert code == 0
-    assert again.partition("\n\n")[2] == said.partition("validation loss, ")[2].partition("\n\n")[2]
+    assert again.partition("before training")[2] == said.partition("before training")[2]
+    assert set(re.findall(r"(\S+): step", again)) == {"learning_rate-30"}
     assert swept(tmp_path, "--learning_rate", *RATES, "--steps", "20", *FEW)[0] == 2
 
 
@@ -128,11 +123,11 @@ def test_the_picture_has_a_line_for_each_rank_and_a_panel_for_each_comparison(
     assert [list(line.get_xdata()) for line in last.lines] == [[0.02], []]
 
 
-@pytest.mark.parametrize("rates", list(permutations(("3e-5", "1e-4", "3e-4", "1e-3"))))
 def test_half_the_steps_find_a_rate_near_the_best_of_the_grid_of_the_real_model(
-    rates: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the losses of the kept runs, each of 40 steps."""
+    rates = ("3e-5", "1e-4", "3e-4", "1e-3")
     runs = (
         json.loads((REPOSITORY / REAL / f"real-lora-r8-lr{float(rate):g}-seed42.json").read_text()) for rate in rates
     )
@@ -203,7 +198,7 @@ def test_a_folder_with_several_workflows_is_refused_and_preferences_keep_their_b
     with pytest.raises(BadInputError, match="3 workflows"):
         sweep_of(["3.2_summarization/run_0_cpu_x2", *rates])
     sweep = sweep_of(["3.4_preference_tuning/run_0_cpu_x1", *rates])
-    assert "--baseline" not in sweep.options_of(sweep.trials[0])
+    assert "--baseline" not in sweep.options_of(sweep.trials[0], 10)
 
 
 def test_runs_beside_each_other_share_the_gpus_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
