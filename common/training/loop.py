@@ -304,6 +304,7 @@ class TrainingLoop:
         """Log what training starts from; no checkpoint is chosen by it."""
         self.reach("validation")
         self._log(self.validate())
+        self.part.forget_validation()
         self.reach("load")
 
     def evaluate(self) -> dict[str, float]:

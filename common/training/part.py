@@ -99,6 +99,9 @@ class Part:
             labels = inputs.pop("labels")
             return self.objective.loss(self.module(**inputs), labels, label_count)
 
+    def forget_validation(self) -> None:
+        """Forget what a validation before the first step has left in an engine; most leave nothing."""
+
     def back_propagate(self, batch: Batch, label_count: int) -> None:
         """Compute a batch's gradients outside of training, to count the memory."""
         self.loss(batch, label_count).backward()

@@ -94,6 +94,12 @@ class ZeroPart(Part):
         check_deepspeed()
 
     @override
+    def forget_validation(self) -> None:
+        """Drop the order of layers that stage 3 has recorded, which has no backward pass: it would gather more."""
+        if zero_stage(self.run) == 3:
+            self.module.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace()
+
+    @override
     def back_propagate(self, batch: Batch, label_count: int) -> None:
         self.module.backward(self.loss(batch, label_count), scale_wrt_gas=False)
 
