@@ -147,7 +147,9 @@ def test_an_interrupted_sweep_repeats_what_had_not_ended_alone(tmp_path: Path, m
     interrupt = "if rate == 0.01 and step == 4: os.kill(os.getppid(), signal.SIGINT); signal.pause()"
     with pytest.raises(KeyboardInterrupt):
         sweep_here(tmp_path, monkeypatch, interrupt, rates="0.02 0.04 0.01")
-    assert losses_in(tmp_path) == {0.01: {}, 0.02: {0: 3, 4: 2.92}, 0.04: {0: 3, 4: 2.84}}
+    found = losses_in(tmp_path)
+    assert 4 not in found.pop(0.01)  # its first loss may have been read before
+    assert found == {0.02: {0: 3, 4: 2.92}, 0.04: {0: 3, 4: 2.84}}
     sweep_here(tmp_path, monkeypatch, "assert rate != 0.02, 'taken again'", rates="0.02 0.04 0.01")
     steps = {rate: max(losses) for rate, losses in losses_in(tmp_path).items()}
     assert steps == {0.01: 4, 0.02: 4, 0.04: 16}
