@@ -57,7 +57,7 @@ def live_objects() -> tuple[list[torch.Tensor], list[object]]:
         if issubclass(kind, torch.Tensor):
             if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and each.device.type == "cpu":
                 tensors.append(each)
-            if each.is_leaf and each.requires_grad:
+            if each.requires_grad and not each._is_view() and each.is_leaf:  # a view written to would refuse to say
                 trained.append(each)
         elif issubclass(kind, torch.optim.Optimizer) or kind.__name__ == "DeepSpeedZeroOptimizer_Stage3":
             trained.append(each)

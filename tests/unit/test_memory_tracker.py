@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common.runtime.memory_tracker import MemoryTracker
+from tests.recipes.held import live_objects
 
 
 def tracker() -> MemoryTracker:
@@ -46,3 +47,16 @@ def test_of_a_distributed_tensor_the_local_part_counts(four_ranks: DeviceMesh) -
         assert counted.live["activations"] == 400
         counted.add(whole, "weights")
         assert counted.live["weights"] == 400
+
+
+def test_what_watches_a_run_may_meet_a_view_of_a_weight_that_was_just_written_to() -> None:
+    """As `Embedding` makes one while it zeroes the padding token: autograd refuses to say whether it is a leaf."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with torch.no_grad():
+        view = weight[0]
+        view.fill_(0)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        _ = view.is_leaf
+    _, trained = live_objects()
+    assert any(each is weight for each in trained)
+    assert not any(each is view for each in trained)
