@@ -72,11 +72,12 @@ class Watched:
 
     @property
     def weights(self) -> dict[str, int]:
-        """Bytes of the base's weights by name."""
+        """Bytes of the weights by name: the base's, and an adapter's."""
         sizes = {}
-        for file in self.base.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                sizes |= {name: opened.get_tensor(name).nbytes for name in opened.keys()}  # noqa: SIM118
+        for folder in (self.base, self.large.results / "adapter"):
+            for file in folder.glob("*.safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    sizes |= {name: opened.get_tensor(name).nbytes for name in opened.keys()}  # noqa: SIM118
         return sizes
 
     @property
