@@ -102,7 +102,7 @@ class RunConfig(
     def tells_forgetting(self) -> bool:
         """Whether other texts are looked at before and after; a model of random weights has nothing to forget."""
         is_asked = "none" not in (self.forgetting_data, self.baseline)
-        return is_asked and self.goal.learns_answers and self.weights == "pretrained"
+        return is_asked and self.goal.chats and self.weights == "pretrained"
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -156,9 +156,20 @@ class RunConfig(
         )
 
     @property
+    def answers_per_row(self) -> int:
+        """Sequences of a batch that come from one row: with rewards the answers to a prompt."""
+        return self.num_generations if self.goal.rewards else 1
+
+    @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
+        sequences = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
+        return sequences // self.answers_per_row
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """With rewards: the rows that a rank answers before it learns from the answers, batch by batch."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
 
     def total_steps(self, rows: int) -> int:
         """Return the optimizer steps of the whole run with so many training rows."""
@@ -319,6 +330,11 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.use_liger_kernel and run.method.has_adapters and run.targets_head,
          f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave it out."),
         # rows and attention
+        (goal.compares and not run.beta, "beta is 0.0, with which DPO learns nothing: pass one above 0, such as 0.1."),
+        (goal.rewards and rows * run.gradient_accumulation_steps % run.num_generations,
+         f"num_generations is {run.num_generations}, but a rank learns from {rows} answers "
+         f"{run.gradient_accumulation_steps} times a step, no whole number of prompts: pass --batch_size "
+         f"{-(-rows // run.num_generations) * run.num_generations}."),
         (longest % multiple,
          f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it: pass --{limit} "
          f"{-(-longest // multiple) * multiple}."),

@@ -52,9 +52,11 @@ MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
 CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
+GIVEN_ANSWER = OnlyFor("rows with one answer to learn", lambda run: run.goal.converses and not run.goal.reads_log_probs)
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
+REWARDS = OnlyFor("answers with a reward (3.5)", lambda run: run.goal.rewards)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
 
@@ -116,7 +118,7 @@ class DataSettings:
     dataset_train_split: str = setting("train", "The split to train on, of data with splits of their own.")
     dataset_test_split: str = setting("test", "The split to report on, of data with splits of their own.")
     prompt_column: str = setting("", "With conversations: the column with the questions.", ONE_ANSWER)
-    completion_column: str = setting("", "With conversations: the column with the answers.", ONE_ANSWER)
+    completion_column: str = setting("", "With conversations: the column with the answers.", GIVEN_ANSWER)
     picture_noise: float = setting(
         0.0, "With visual_questions: standard deviation of noise on pictures (1 = full brightness).", FRACTION, PICTURES
     )
@@ -126,7 +128,7 @@ class DataSettings:
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
         "assistant",
         "With messages: learn every answer (assistant), the last (completion), what is before it (prompt), or all.",
-        ONE_ANSWER,
+        GIVEN_ANSWER,
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", AT_LEAST_2)
     pad_to_multiple_of: int = setting(
@@ -166,8 +168,29 @@ class TrainingSettings:
         "lora", "Adapters (lora), those of a base in 4 bits (qlora), or the model's weights (full).", choices=TECHNIQUES
     )
     task: str = setting("chat", "What is learnt: answers, labels, summaries, or the better of two.", choices=TASKS)
-    beta: float = setting(0.1, "With preferences: DPO's beta; lower = the model moves further.", ABOVE_0, PREFERENCES)
+    beta: float = setting(
+        0.1,
+        "With preferences: DPO's beta; lower = the model moves further. With rewards: weight of the divergence from "
+        "the model before training; 0 = none.",
+        AT_LEAST_0,
+        OnlyFor("pairs of answers, and answers with a reward (3.4, 3.5)", lambda run: run.goal.reads_log_probs),
+    )
     exchange_answers: bool = setting(False, "With preferences: learn the rejected answers, as a control.", PREFERENCES)
+    reward: str = setting(
+        "", "With rewards: functions that score answers, as module:function, with commas between.", REWARDS
+    )
+    reward_weights: str = setting("", "With several rewards: their weights, with commas between; empty = 1.", REWARDS)
+    num_generations: int = setting(8, "With rewards: answers to a prompt, which are compared.", AT_LEAST_2, REWARDS)
+    num_iterations: int = setting(1, "With rewards: optimizer steps on the same answers.", *HELD_1, REWARDS)
+    temperature: float = setting(1.0, "With rewards: temperature that answers are sampled at.", ABOVE_0, REWARDS)
+    epsilon: float = setting(
+        0.2, "With rewards: how far a token's ratio counts: 1 - epsilon to 1 + epsilon.", ABOVE_0, REWARDS
+    )
+    loss_type: Literal["dapo", "grpo"] = setting(
+        "dapo",
+        "With rewards: mean over all tokens of a step (dapo), or of each answer, and of answers (grpo).",
+        REWARDS,
+    )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer", "With summarization: the Trainer, or a loop on Accelerate or torch.distributed.", SUMMARIZATION
     )
@@ -325,8 +348,8 @@ class EvaluationSettings:
         "",
         "File or folder of other texts or conversations, whose loss before and after tells what was forgotten; empty "
         "= those in assets/general; none = do not measure it.",
-        OnlyFor("rows of messages without pictures or pairs, of pretrained weights, with a baseline",
-                lambda run: run.goal.learns_answers and ((run.weights == "pretrained" and run.baseline != "none")
+        OnlyFor("rows of messages without pictures, of pretrained weights, with a baseline",
+                lambda run: run.goal.chats and ((run.weights == "pretrained" and run.baseline != "none")
                                                          or run.forgetting_data == "none")),
     )  # fmt: skip
     independent_judge: Literal["minilm", "none"] = setting(

@@ -128,6 +128,7 @@ class Task:
     summarizes: bool = False  # a row has a text to read and another one to write, by an encoder-decoder
     sees: bool = False  # a row is a conversation about a picture, which a vision tower turns into tokens
     compares: bool = False  # a row is a prompt with a better and a worse answer, compared with what a reference finds
+    rewards: bool = False  # a row is a prompt: the model answers it, and a reward tells how good the answers are
 
     @property
     def title(self) -> str:
@@ -153,12 +154,17 @@ class Task:
     @property
     def learns_answers(self) -> bool:
         """Whether what is learnt of a row are its answers, token by token."""
-        return self.chats and not self.compares
+        return self.chats and not self.reads_log_probs
+
+    @property
+    def reads_log_probs(self) -> bool:
+        """Whether its loss is made of the log-probabilities of whole answers, which TRL's head finds."""
+        return self.compares or self.rewards
 
     @property
     def is_judged(self) -> bool:
         """Whether other models judge how near the answers come to the expected ones."""
-        return self.converses and not self.compares
+        return self.converses and not self.reads_log_probs
 
     @property
     def sequences_per_row(self) -> int:
@@ -304,6 +310,16 @@ TASKS: dict[str, Task] = _by_name(
         reporting="common.reporting.tasks:PREFERENCES",
         named_by=("technique", "parallel", "exchanged", "rows"),
         compares=True,
+    ),
+    Task(
+        "rewards",
+        objective="common.tasks.rewards:REWARDS",
+        rows="common.data.prompts:row_kind",
+        memory="common.planning.pair_terms:PairSums",
+        folder_for_one="3.5_reinforcement_learning",
+        reporting="common.reporting.tasks:REWARDS",
+        named_by=("technique", "parallel", "loss", "turned", "rows"),
+        rewards=True,
     ),
 )
 

@@ -64,7 +64,7 @@ def fake_step(
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
     # of fake experts PyTorch's grouped product takes bf16 alone; Transformers' own stands in, which keeps the same
     in_bf16 = mock.patch.object(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
-    like_gpu = like_triton(batch.labelled) if as_on_gpu and batch.goal.compares else nullcontext()
+    like_gpu = like_triton(batch.labelled) if as_on_gpu and batch.goal.reads_log_probs else nullcontext()
     tiles = every_tile_counts(model, batch.tiles) if batch.tiles else nullcontext()
     with mode, no_row_is_packed, in_bf16, tiles, like_gpu:
         return tracked_step(run, model, inputs, as_on_gpu, share, number)
@@ -170,7 +170,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
     inputs = {"input_ids": ids, "labels": labels}
     if batch.target_length:
         inputs["decoder_input_ids"] = torch.zeros_like(labels)
-    if batch.padded or batch.goal.compares:  # pairs always have a mask
+    if batch.padded or batch.goal.reads_log_probs:  # pairs always have a mask
         inputs["attention_mask"] = torch.ones_like(ids)
         inputs["attention_mask"][0, -1] = int(not batch.padded)
     if batch.tiles:
@@ -180,7 +180,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, Any]:
         inputs["pixel_attention_mask"] = torch.ones(size, dtype=torch.long)  # all pixels count
         tokens = (vision.image_size // vision.patch_size) ** 2 // model.config.scale_factor**2  # of a tile
         ids[:, : batch.tiles * tokens] = model.config.image_token_id
-    if not batch.goal.compares:
+    if not batch.goal.reads_log_probs:
         return tell_of_answers(inputs, model)
     known = {} if isinstance(model, PeftModel) else dict.fromkeys(REFERENCES, torch.zeros(batch.rows))
     return {**inputs, "completion_mask": (inputs.pop("labels") == 0).long(), "pairs": batch.rows, **known}

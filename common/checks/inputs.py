@@ -51,6 +51,7 @@ from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.forgetting import general_rows
+from common.tasks.rewards import reward_functions
 from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of
@@ -103,7 +104,7 @@ def check_settings(run: RunConfig) -> RunConfig:
         check_quantizable,
         check_liger,
         _check_parallelism,
-        _check_pairs,
+        _check_log_probs,
         check_weights,
     ):
         check(run)
@@ -195,15 +196,19 @@ def _check_parallelism(run: RunConfig) -> None:
     part_class(run).check(run)
 
 
-def _check_pairs(run: RunConfig) -> None:
-    if not (run.goal.compares and run.method.has_adapters):
+def _check_log_probs(run: RunConfig) -> None:
+    if run.goal.rewards:
+        reward_functions(run)
+    if not (run.goal.reads_log_probs and run.method.has_adapters):
         return
     if run.targets_head:
         raise BadInputError(
-            f"target_modules is {run.target_modules}, but DPO reads no adapter of the head: leave lm_head out."
+            f"target_modules is {run.target_modules}, but TRL's head reads no adapter of it: leave lm_head out."
         )
     if run.lora_dropout:  # model and reference are to be alike at first
-        raise BadInputError(f"lora_dropout is {run.lora_dropout}, but DPO trains without it: pass --lora_dropout 0.")
+        raise BadInputError(
+            f"lora_dropout is {run.lora_dropout}, but this task trains without it: pass --lora_dropout 0."
+        )
 
 
 def results_of(run: RunConfig) -> Path:
@@ -322,7 +327,8 @@ def check_rows_readable(run: RunConfig, splits: Splits, tokenizer: PreTrainedTok
                 )
         say_once(f"{run.model}: it has no embedding for {shown(beyond)} of its tokenizer, which no row has")
     if run.goal.converses:
-        _check_positions(run, splits.test, tokenizer)
+        learnt = [*splits.train, *splits.validation] if run.goal.rewards else []
+        _check_positions(run, [*learnt, *splits.test], tokenizer)
 
 
 def tokens_without_embedding(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -363,7 +369,7 @@ def _check_positions(run: RunConfig, rows: Sequence[Row], tokenizer: PreTrainedT
         fewer = run.max_new_tokens - (most - positions)
         instead = f"pass --max_new_tokens {fewer} or less, or " if fewer > 0 else ""
         raise BadInputError(
-            f"{place_of(long[needed.index(most)])}, of the test rows, takes {most:,} tokens with its answer "
+            f"{place_of(long[needed.index(most)])} takes {most:,} tokens with its answer "
             f"(max_new_tokens is {run.max_new_tokens}), but {run.model} has positions for {positions:,}: {instead}"
             "shorten such rows."
         )

@@ -231,5 +231,5 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         beams=RunConfig.num_beams if summarizes else 1,
         judged=is_judged,
         has_independent_judge=is_judged,
-        other_tokens=OTHER_TOKENS * (task_of(options).learns_answers and not summarizes),
+        other_tokens=OTHER_TOKENS * (task_of(options).chats and not summarizes),
     )

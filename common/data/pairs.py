@@ -52,17 +52,18 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
         raise BadInputError(
             f"{where} has no {missing[0]!r} (its columns: {listed(row)}): pairs have {COLUMNS}; add it."
         )
-    chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
+    chosen, rejected = (as_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
         if "prompt" not in row:
             raise BadInputError(f"{where} has two answers, but no prompt: add the column, or give whole conversations.")
-        return [*system_of(row), *_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
+        return [*system_of(row), *as_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
     if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
         raise BadInputError(f"{where} has conversations that differ before their last answers: correct it.")
     return chosen[:-1], chosen[-1], rejected[-1]
 
 
-def _messages(value: object, role: str, where: str) -> list[Message]:
+def as_messages(value: object, role: str, where: str) -> list[Message]:
+    """Return a text as a message of this role, or messages with the roles that chat templates know."""
     return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
 
 

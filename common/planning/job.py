@@ -176,7 +176,7 @@ class Job(HasSpecs):
 
     def head_positions_of(self, length: int, labelled: int) -> int:
         """Return the positions of a sequence that the head reads (of pairs on a CPU all: TRL's `compact`)."""
-        return length - 1 if self.batch.goal.compares and self.cpu_operations else labelled
+        return length - 1 if self.batch.goal.reads_log_probs and self.cpu_operations else labelled
 
     @property
     def has_buckets(self) -> bool:
@@ -315,7 +315,7 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         rows=run.rows_evaluated_at_once,
         length=batch.length,
         labelled=batch.target_length or batch.labelled,
-        prompt_length=batch.length,
+        prompt_length=batch.length - run.max_new_tokens * run.goal.rewards,
         new_tokens=0 if run.goal.classifies else run.max_new_tokens,
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.is_judged,
@@ -367,7 +367,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, run.target_names),
         # TRL's trainer switches dropout off: policy and reference are to differ by what was learnt alone
-        lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.compares else 0.0,
+        lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.reads_log_probs else 0.0,
         micro_batches=run.micro_batches,
         schedule=run.schedule,
         accumulation_steps=run.gradient_accumulation_steps,

@@ -189,7 +189,7 @@ class LayerActivations:
         """
         if not self.job.method.has_adapters:
             return 1
-        if self.job.batch.goal.compares:
+        if self.job.batch.goal.reads_log_probs:
             return 2 if self.hidden_bytes == 2 else 1
         return 3 if self.architecture.family.is_llama_like and self.job.arithmetic_bytes == 2 else 1
 

@@ -22,6 +22,7 @@ from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers
 from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
+ROLLOUTS = "rollouts"  # with rewards: answers to learn from, sampled before each step
 # in the order of a run; validation and saving come again and again in training
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 ROOM_FOR_MODELS = 0.9  # of a device's memory: what models may take
@@ -73,8 +74,10 @@ class PhaseSums:
         if self.job.evaluation is None:
             return (training,)
         before = self.evaluation("baseline evaluation", tuned=False)
-        after = self.evaluation("final evaluation", tuned=True)
-        return self.loading(), before, training, self.validation(), self.saving(), self.merging(), after
+        after, rollouts = self.evaluation("final evaluation", tuned=True), []
+        if self.job.batch.goal.rewards:
+            rollouts = [self._answering_beside(ROLLOUTS, self.shape.rows)]
+        return self.loading(), before, *rollouts, training, self.validation(), self.saving(), self.merging(), after
 
     def loading(self) -> Phase:
         """Return the model when its last weight is there; or a module that is whole before it is divided.
@@ -100,6 +103,8 @@ class PhaseSums:
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
+        if self.job.batch.goal.rewards:
+            return self._answering_beside("validation", self.shape.validated)
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
         rows = self._filled_up(self.shape.validated) * self.job.batch.goal.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
@@ -112,6 +117,12 @@ class PhaseSums:
             loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
             moments.append((Moment.LOSS, [*kept, *sums.gathered(FSDP_GATHERED_AT_LOSS), *loss]))
         return self._phase("validation", "trained model, optimizer", *moments)
+
+    def _answering_beside(self, name: str, rows: int) -> Phase:
+        """Return a phase of generating answers to so many prompts at once, beside all that training keeps."""
+        moments = self._answers(self.job.weight_bytes, rows).items()
+        kept = self._trained.between_steps
+        return self._phase(name, "trained model, optimizer", *((moment, [*kept, *terms]) for moment, terms in moments))
 
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, or copied to the host, tensor by tensor."""
@@ -183,7 +194,7 @@ class PhaseSums:
         """Return the answers to a batch of questions (or its labels, or summaries), and their judging."""
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(tuned)
-        moments = self._answers(a)
+        moments = self._answers(a, self._answered)
         moments[Moment.TOWER_FORWARD] = self._images(self._answered, looking=True)
         if self.job.batch.goal.compares:  # how likely both given answers to a batch of prompts are
             rows = self._answered * self.job.batch.goal.sequences_per_row
@@ -336,10 +347,10 @@ class PhaseSums:
             *(self._trained.summed(rows * length) if trains else []),
         ]
 
-    def _answers(self, a: int) -> dict[str, list[Term]]:
+    def _answers(self, a: int, answered: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
-        rows, length = self._answered * self.shape.beams, self.shape.prompt_length
-        reading = [*self._layer(self._answered, length, length, a), *self._images(self._answered)]
+        rows, length = answered * self.shape.beams, self.shape.prompt_length
+        reading = [*self._layer(answered, length, length, a), *self._images(answered)]
         if not self.shape.new_tokens:
             return {"labels": reading}
         size, last = rows * self.architecture.vocab * (a + 4), length + self.shape.new_tokens

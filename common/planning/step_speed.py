@@ -156,7 +156,7 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
     recomputed = forward - head if job.gradient_checkpointing else 0.0
     if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
         recomputed += head
-    if batch.goal.compares:  # the backward pass of TRL's head computes each tile of the logits again
+    if batch.goal.reads_log_probs:  # the backward pass of TRL's head computes each tile of the logits again
         recomputed += head
     recomputed += (forward - adapters) * job.reads_reference
     return StepFlops(

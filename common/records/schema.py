@@ -50,7 +50,7 @@ Scores = _keys({
         ("similarity_score?", "similarity_score_tuned?", "similarity_score_minilm?", "shuffled_score?",
          "shuffled_score_minilm?", "facts_said_share?", "commonest_facts_said_share?", "swapped_facts_said_share?",
          "preference_accuracy?", "chosen_reward?", "reward_margin?", "invented_dates_share?", "undated_share?",
-         "words?", "general_loss?", "answer_drift?"),
+         "words?", "general_loss?", "answer_drift?", "distinct_share?", "reward?", "ended_share?"),
         Score | None,
     ),
     "facts_said_share_by_kind?": dict[Text, Score | None],
@@ -174,6 +174,7 @@ SCORES = {
                                   "facts_said_share_by_kind"),
     "common.reporting.tasks:PREFERENCES": ("preference_accuracy", "chosen_reward", "invented_dates_share",
                                      "facts_said_share", "words"),
+    "common.reporting.tasks:REWARDS": ("reward", "invented_dates_share", "facts_said_share", "words", "distinct_share"),
 }  # fmt: skip
 # scores of an adapter that was merged into the base before it was quantized
 ORIGINAL_BASE = ("similarity_score_minilm", "facts_said_share")

@@ -132,6 +132,8 @@ def _changed(row: Row, name: str, form: Callable[[float], str]) -> str:
 DATES = Column("Invented dates", partial(_changed, name="invented_dates_share", form=in_percent), missing=NO_BASELINE)
 FACTS = Column("Facts", partial(_changed, name="facts_said_share", form=in_percent), missing=NO_BASELINE)
 WORDS = Column("Words", partial(_changed, name="words", form="{:.1f}".format), missing=NO_BASELINE)
+SAMPLES_DIFFER = Column("Distinct", partial(_changed, name="distinct_share", form=in_percent), missing=NO_BASELINE)
+REWARD = Column("Reward", partial(_changed, name="reward", form="{:.2f}".format), missing=NO_BASELINE)
 PREFERENCES = OwnTable(
     "run on pairs of answers",
     (
@@ -145,3 +147,17 @@ PREFERENCES = OwnTable(
     (Column("Run", "run_name"), "setting", "preferred as Accuracy", "reward as Reward", DATES, FACTS, WORDS,
      "mean_time as Time", PEAKS),
 )  # fmt: skip
+
+# -- answers with a reward (3.5)
+
+REWARDS = OwnTable(
+    "run with a reward",
+    (
+        Metric("reward", "reward", "higher", "{:.3f}"),
+        Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
+        Metric("facts_said_share", "fact recall", "higher", "{:.0%}"),
+        Metric("distinct_share", "samples that differ", "higher", "{:.0%}"),
+    ),
+    lambda records: [{**run, "seeds": [run]} for run in in_order(records, "rewards")],
+    (Column("Run", "run_name"), "setting", REWARD, DATES, FACTS, WORDS, SAMPLES_DIFFER, "mean_time as Time", PEAKS),
+)

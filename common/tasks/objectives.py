@@ -18,6 +18,8 @@ from common.data.rows import IGNORED_LABEL, Tokens, labels_in
 VALIDATION_LOSS = "eval_mean_loss"  # over all validation rows' answer tokens, or what `Task.loss_per` says
 ACCURACY = "eval_accuracy"  # of labels that were found, or of pairs whose chosen answer has the higher reward
 
+REWARD = "eval_reward"  # mean of the greedy answers to the validation prompts
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -36,7 +38,7 @@ class Objective:
     # the model, what is called (in training another module around it), and a batch
     pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
     pair_results: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
-    prepare: Callable[[PreTrainedModel], None] | None = None  # what is done to a model before it trains
+    prepare: Callable[[PreTrainedModel, RunConfig], None] | None = None  # what is done to a model before it trains
 
 
 def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,10 @@ from common.data.pairs import encode_pairs, prompt_length
 from common.data.rows import IGNORED_LABEL, Row, Tokens, answer_of, question_of, said_in, tokens_in
 from common.data.stored_rows import stored
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, answer_rows, facts_in, report_evaluation
+from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
+from common.tasks.sampling import distinct_share
 
 MARGIN = "eval_margin"  # mean of reward(chosen) - reward(rejected), in the log history
 # TRL's names of a row's reference log-probabilities, where they were computed before training
@@ -72,18 +73,26 @@ def _trl_row(row: Tokens) -> dict[str, object]:
     }
 
 
-def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of chosen and rejected answers, each (pairs,), by a model with TRL's head."""
+def token_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each answer's tokens, and 0 elsewhere, by a model with TRL's head.
+
+    Its shape is (answers, tokens - 1): each token is predicted at the position before it.
+    """
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED_LABEL)
     given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+    return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs
+
+
+def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of chosen and rejected answers, each (pairs,), by a model with TRL's head."""
+    return token_log_probs(model, batch).sum(1).chunk(2)
 
 
 def with_reference(
     rows: Sequence[Tokens], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, log: RunRecorder, which: str
 ) -> Sequence[Tokens]:
     """Return the rows of the split `which` with the log-probabilities that `model`, not trained yet, gives to both."""
-    prepare_for_pairs(model.eval())
+    prepare_for_log_probs(model.eval())
     pairs = log_probs_of(model, tokenizer, rows, log, f"pairs of {which}", "before")
     return stored({**row, **dict(zip(REFERENCES, pair, strict=True))} for row, pair in zip(rows, pairs, strict=True))
 
@@ -120,10 +129,10 @@ def pair_metrics(sums: torch.Tensor) -> dict[str, float]:
     return {VALIDATION_LOSS: loss / count, ACCURACY: won / count, MARGIN: margin / count}
 
 
-def prepare_for_pairs(model: PreTrainedModel | PeftModel) -> None:
+def prepare_for_log_probs(model: PreTrainedModel | PeftModel, temperature: float = 1.0) -> None:
     """Switch a model's dropout off, so that it begins as the reference, and give it TRL's head."""
     disable_dropout_in_model(model)
-    _with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model)
+    _with_chunked_head(model.get_base_model() if isinstance(model, PeftModel) else model, temperature)
 
 
 PAIRS = Objective(
@@ -135,7 +144,7 @@ PAIRS = Objective(
     labels_in=lambda row: int(_is_pair(row)),
     pair_loss=dpo_loss,
     pair_results=_compared,
-    prepare=prepare_for_pairs,
+    prepare=lambda model, _: prepare_for_log_probs(model),
 )
 
 
@@ -143,7 +152,45 @@ PAIRS = Objective(
 
 
 @dataclass(frozen=True)
-class PreferenceEvaluation(Evaluation):
+class LabelEvaluation(Evaluation):
+    """What a model answers to all prompts, scored without labelled answers, and how many of its samples differ."""
+
+    distinct_share: float
+
+    def __str__(self) -> str:
+        facts, dates = self.facts_share(), self.mean("invents_a_date")
+        said = "" if facts is None else f"fact recall {facts:.0%}, "
+        written = f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words"
+        return f"{written}, {self.distinct_share:.0%} of samples differ"
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return the metrics for the record."""
+        dates = self.mean("invents_a_date")
+        return {
+            "facts_said_share": self.facts_share(),
+            "invented_dates_share": dates,
+            "undated_share": 1 - dates,
+            "words": self.mean("words"),
+            "distinct_share": self.distinct_share,
+            "questions": len(self.answers),
+        }
+
+
+def scored(number: int, row: Row, answer: str) -> ScoredAnswer:
+    """Return an answer to the prompt of a row, with what it says of the row's facts, and whether it invents a year."""
+    return {
+        "row": number,
+        "question": question_of(row),
+        "answer": answer,
+        "facts": len(row.get("facts", [])),
+        "facts_said": facts_in(answer, row),
+        "invents_a_date": bool(invented_years(answer, row)),
+        "words": len(answer.split()),
+    }
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluation(LabelEvaluation):
     """What a model answers to all prompts, and how likely it finds both given answers, and the reference did."""
 
     log_probs: list[Pair]
@@ -151,9 +198,7 @@ class PreferenceEvaluation(Evaluation):
     beta: float
 
     def __str__(self) -> str:
-        facts, dates, found = self.facts_share(), self.mean("invents_a_date"), self.summary()
-        said = "" if facts is None else f"fact recall {facts:.0%}, "
-        written = f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words"
+        written, found = super().__str__(), self.summary()
         if found["chosen_reward"] is None:
             return written
         return (
@@ -165,17 +210,12 @@ class PreferenceEvaluation(Evaluation):
         """Return the metrics for the record; before training there are no rewards."""
         pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
         rewards = [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
-        dates = self.mean("invents_a_date")
         return {
             "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
             "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
             "chosen_reward": _mean(chosen for chosen, _ in rewards),
             "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
-            "facts_said_share": self.facts_share(),
-            "invented_dates_share": dates,
-            "undated_share": 1 - dates,
-            "words": self.mean("words"),
-            "questions": len(self.answers),
+            **super().summary(),
         }
 
 
@@ -196,23 +236,18 @@ def evaluate_preferences(
     answers, _ = answer_rows(model, tokenizer, rows, log, when)
     _with_chunked_head(model)
     log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
-    scored = [
+    answered = [
         {
-            "row": number,
-            "question": question_of(row),
+            **scored(number, row, answer),
             "chosen": answer_of(row),
             "rejected": said_in(row["rejected"][0]),
-            "answer": answer,
-            "facts": len(row.get("facts", [])),
-            "facts_said": facts_in(answer, row),
-            "invents_a_date": bool(invented_years(answer, row)),
-            "words": len(answer.split()),
             "chosen_log_prob": chosen,
             "rejected_log_prob": rejected,
         }
         for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    evaluation = PreferenceEvaluation(scored, log_probs, reference.log_probs if reference else None, log.run.beta)
+    distinct, of_reference = distinct_share(model, tokenizer, rows, log, when), reference and reference.log_probs
+    evaluation = PreferenceEvaluation(answered, distinct, log_probs, of_reference, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
 
@@ -237,12 +272,12 @@ def log_probs_of(
     return predict_rows(log, list(map(tokens_in, pairs)), what, when, found, model)
 
 
-def _with_chunked_head(model: PreTrainedModel) -> None:
+def _with_chunked_head(model: PreTrainedModel, temperature: float = 1.0) -> None:
     """Give a model TRL's head, once, which finds the log-probabilities of labels without whole logits."""
     # its buffer of logits is no wider than the vocabulary: TRL's has 32,768 columns, however small that is
     trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TRL_COLUMNS, model.config.get_text_config().vocab_size)
     if not hasattr(model, "has_chunked_head"):
-        add_fused_lm_head(model, outputs=("log_probs",))
+        add_fused_lm_head(model, temperature, outputs=("log_probs",))
         model.has_chunked_head = True
 
 

@@ -13,19 +13,21 @@ from common.data.rows import IGNORED_LABEL, NO_ROW
 from common.hardware.devices import read_memory
 from common.models.shards import local_part
 from common.runtime.world import Rank
-from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.tasks.objectives import ACCURACY, REWARD, VALIDATION_LOSS
 
 
 @dataclass
 class WorkDone:
     """What this rank trained on: row numbers, in order, over all epochs, and tokens without padding.
 
-    `reporting_s`: seconds of training that went into logging, validation and checkpoints.
+    `reporting_s`: seconds of training that went into logging, validation and checkpoints; `generating_s`: into answers
+    that are learnt from.
     """
 
     rows: list[int] = field(default_factory=list)
     tokens: int = 0
     reporting_s: float = 0.0
+    generating_s: float = 0.0
     first_batch: dict[str, Any] = field(default_factory=dict)
 
     def count(self, row_numbers: torch.Tensor, inputs: dict[str, Any]) -> None:
@@ -155,10 +157,11 @@ class ProgressReport(TrainerCallback):
         elapsed_s, step = time.perf_counter() - self.start_s, state.global_step
         if self.log_format == "json":
             figures = {"step": step, **({"loss": self.training_loss} if step else {}), "elapsed_s": round(elapsed_s, 1)}
-            print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs})
+            print_figures(figures | {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY, REWARD) if name in logs})
             return
-        accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
-        validated = f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}"
+        others = {"accuracy": ACCURACY, "reward": REWARD}
+        more = [f", {word} {logs[name]:.3f}" for word, name in others.items() if name in logs]
+        validated = f"validation loss {logs[VALIDATION_LOSS]:.4f}{''.join(more)}"
         if not step:
             print(f"before training: {validated}")
             self.start_s = time.perf_counter()

@@ -115,13 +115,13 @@ class TrainingLoop:
         self.part.optimizer = self.optimizer = optimizer or make_optimizer(self.model, run)
         self.collate = self.objective.collator(tokenizer, self.model, run)
         self.batches = self._draw()
-        self.steps_per_epoch = math.ceil(len(self.batches) / run.gradient_accumulation_steps)
+        self.steps_per_epoch = math.ceil(len(self.batches) / self.batches.accumulation_steps)
         steps = run.total_steps(len(self.train_rows))
         self.schedule = make_schedule(self.optimizer, run, steps)
         self.scaler = torch.amp.GradScaler(torch.device(log.rank.device).type, enabled=self.args.fp16)
         self.work, self.updates, self.skipped_steps = WorkDone(), UpdateReport(), 0
         self.loss_sum, self.logged_step = torch.zeros((), device=log.rank.device), 0
-        self.grad_norm, self.learning_rate = self.loss_sum, 0.0
+        self.grad_norm, self.learning_rate, self.noted = self.loss_sum, 0.0, dict[str, float]()
         self.state = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / self.steps_per_epoch))
         self.state.is_world_process_zero = self.state.is_local_process_zero = log.rank.is_main
         self.state.compute_steps(self.args, steps)
@@ -146,14 +146,14 @@ class TrainingLoop:
     def _draw(self) -> EpochBatches:
         run, rank = self.run, self.rank
         drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
-        has_own_rows = run.data_parallel_ranks > 1
+        has_own_rows, rewards = run.data_parallel_ranks > 1, run.goal.rewards
         return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
-            run.per_device_train_batch_size,
+            run.prompts_per_rank if rewards else run.per_device_train_batch_size,
             rank.world_size if has_own_rows else 1,
             rank.rank if has_own_rows else 0,
             run.seed,
-            run.gradient_accumulation_steps,
+            1 if rewards else run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
         )
 
@@ -248,6 +248,10 @@ class TrainingLoop:
         """Count a loss that was computed elsewhere, as by a pipeline's schedule, for the next log."""
         self.loss_sum += loss.detach()
 
+    def note(self, **figures: float) -> None:
+        """Count figures of a step, the same ones on every rank, for the next log, which has their means."""
+        self.noted = {name: self.noted.get(name, 0.0) + value for name, value in figures.items()}
+
     def update(self) -> None:
         """Clip the gradients, take the optimizer's step, and forget them; a RunStoppedError if they are not finite."""
         self.scaler.unscale_(self.optimizer)
@@ -281,10 +285,14 @@ class TrainingLoop:
             if self.saver:
                 self.saver.commit_if_written(self.control.should_evaluate, self.state.global_step)
             if self.control.should_log:
-                loss = self.part.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
+                steps = self.state.global_step - self.logged_step
+                loss = self.part.sum_over_ranks(self.loss_sum).item() / steps
+                means = self.part.sum_over_ranks(self.loss_sum.new_tensor([*self.noted.values()])) / steps
+                noted = dict(zip(self.noted, (means / self.rank.world_size).tolist(), strict=True))
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
+                self.noted = {}
                 norm = float(self.grad_norm)
-                self._log({"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate})
+                self._log({"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate, **noted})
             if self.control.should_evaluate:
                 self._choose(self.evaluate())
             if self.control.should_save:

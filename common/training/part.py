@@ -71,7 +71,7 @@ class Part:
             apply_liger_kernel(self.model, None)
         self.takes_logits_to_keep = takes_logits_to_keep(self.model)
         if self.objective.prepare:
-            self.objective.prepare(self.model)
+            self.objective.prepare(self.model, run)
         # in a pipeline the schedule computes the loss (`Pipeline.loss`)
         self.takes_chunks = loss_is_chunked(run, self.model) and not run.parallelism.pipelines
         if self.takes_chunks:

@@ -17,7 +17,7 @@ from common.data.rows import Tokens, tokens_in
 from common.hardware.devices import CPU_DEVICE, Gpu
 from common.models.shards import tensors_of
 from common.planning.job import architecture_of_run, job_of_run
-from common.planning.phases import TRAINING
+from common.planning.phases import ROLLOUTS, TRAINING
 from common.planning.shares import whole_model
 from common.planning.step_speed import COUNTED, step_flops
 from common.runtime.memory_tracker import watch_gradients
@@ -103,12 +103,21 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "validation_losses": validation_losses,
         "best_validation_loss": min(loss for step, loss in validation_losses if step),
         **(of_classes if accuracies else {}),
+        **({"rollouts": rollout_figures(loop)} if run.goal.rewards else {}),
         "checkpoints": {
             "best": Path(state.best_model_checkpoint or "").name,
             "went_on_from": resumed.name if resumed else None,
         },
         **loop.part.for_record(),
     }
+
+
+def rollout_figures(loop: TrainingLoop) -> dict[str, object]:
+    """Return what answering took on this rank, and what the answers were like that were learnt from, by step."""
+    history = [entry for entry in loop.state.log_history if "reward" in entry]
+    names = ("reward", "groups_that_differ", "answer_tokens", "ended_share")
+    by_step = {name: [[entry["step"], entry[name]] for entry in history] for name in names}
+    return {"generating_s": loop.work.generating_s, **by_step}
 
 
 def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
@@ -190,6 +199,8 @@ def count_steps(loop: TrainingLoop) -> None:
     with memory.counting("validation", resting(loop)):
         part.forget_gradients()
         part.sums(loop.collated(_longest(loop.validation_rows, loop.args.per_device_eval_batch_size)))
+    if loop.run.goal.rewards:  # which a validation answers as the prompts of a step are
+        memory.by_phase[ROLLOUTS] = memory.by_phase["validation"]
 
 
 def _longest(rows: list[Tokens], count: int) -> list[Tokens]:

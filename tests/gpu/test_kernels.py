@@ -19,7 +19,7 @@ from common.models import separate_rows
 from common.models.separate_rows import attend_within_rows
 from common.models.trained_weights import add_lora
 from common.runtime.world import Rank
-from common.tasks.preferences import answer_log_probs, pair_results, prepare_for_pairs
+from common.tasks.preferences import answer_log_probs, pair_results, prepare_for_log_probs
 from common.training.part import Part
 
 TECHNIQUES = pytest.mark.parametrize("technique", ["full", "lora"])
@@ -229,7 +229,7 @@ def test_trls_loss_and_gradients_are_plain_ones(
     plain, with_kernels = two_copies(model, precision)
     exact = with_gradients(model, pair_loss(plain_log_probs(model, batch)))
     without = with_gradients(plain, pair_loss(plain_log_probs(plain, batch)))
-    prepare_for_pairs(with_kernels)
+    prepare_for_log_probs(with_kernels)
     small_tiles(model.config.vocab_size)
     found = with_gradients(with_kernels, pair_loss(answer_log_probs(with_kernels, batch)))
     check_near(found, without, exact, precision)

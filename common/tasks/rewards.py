@@ -1,0 +1,207 @@
+"""What a model learns from its own answers by a reward: how answers are sampled and scored, and what becomes of them.
+
+A reward is a function that scores answers, called as by TRL's trainers. Several are added up with their weights.
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase as Tokenizer
+
+from common.base.errors import BadInputError, begin_of, first_sentence
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, names_in
+from common.data.batches import Collate
+from common.data.rows import IGNORED_LABEL, Row, Tokens
+from common.data.templates import prompt_ids
+from common.runtime.recorder import RunRecorder
+from common.tasks.answers import report_evaluation
+from common.tasks.objectives import REWARD, VALIDATION_LOSS, Objective
+from common.tasks.predictions import predict_rows
+from common.tasks.preferences import LabelEvaluation, prepare_for_log_probs, scored, token_log_probs
+from common.tasks.sampling import Answers, answers_to, distinct_share
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+# -- rewards
+
+
+@contextmanager
+def folder_of_run(run: RunConfig) -> Iterator[None]:
+    """Find modules of the run's own folder, wherever the command was given."""
+    sys.path.insert(0, str(REPOSITORY / run.run_folder))
+    yield
+    sys.path.pop(0)
+
+
+def reward_functions(run: RunConfig) -> list[tuple[Reward, float]]:
+    """Import the run's rewards, and return each with its weight.
+
+    Raises:
+        BadInputError: there is none of that name, or there are not as many weights.
+    """
+    names = [name for name in names_in(run.reward) if name]
+    weights = run.reward_weights or ",".join(["1"] * len(names))
+    try:
+        numbers = [float(each) for each in names_in(weights)]
+    except ValueError:
+        numbers = []
+    if not names or len(names) != len(numbers) or not all(map(math.isfinite, numbers)):
+        raise BadInputError(
+            f"reward is {run.reward!r} and reward_weights {run.reward_weights!r}: pass functions as module:function, "
+            "such as my_rewards:score, with commas between, and a number for each, or no weights."
+        )
+    functions = []
+    for name in names:
+        try:
+            with folder_of_run(run):
+                functions.append(resolve_name(name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise BadInputError(
+                f"reward is {name}, which cannot be imported ({first_sentence(error)}): write it as module:function, "
+                "of a module in the run folder, or where the command is given."
+            ) from None
+        if not callable(functions[-1]) or inspect.iscoroutinefunction(functions[-1]):
+            raise BadInputError(f"reward is {name}, which is no function that returns numbers: name another.")
+    return list(zip(functions, numbers, strict=True))
+
+
+def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
+    """Return the weighted sum of the run's rewards of each answer, shape (answers,), fp32.
+
+    Raises:
+        BadInputError: a reward raises, returns other than a number for each answer, or None of all of them.
+    """
+    rows = [row["asked"] for row in answers.prompts]
+    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    given = {
+        **columns,
+        "prompts": [row["messages"][:-1] for row in rows],
+        "completions": [[{"role": "assistant", "content": text}] for text in answers.texts],
+        "completion_ids": answers.ids,
+    }
+    total = torch.zeros(len(rows))
+    for (function, weight), name in zip(reward_functions(run), names_in(run.reward), strict=True):
+        try:
+            found = list(function(**given))
+            scores = torch.tensor([0.0 if score is None else float(score) for score in found])
+        except Exception as error:  # of the user's own code
+            raise BadInputError(f"The reward {name} fails: {type(error).__name__}: {first_sentence(error)}") from error
+        wrong = next((score for score in scores.tolist() if not math.isfinite(score)), None)
+        if len(scores) != len(rows) or wrong is not None or all(score is None for score in found):
+            raise BadInputError(
+                f"The reward {name} returns {begin_of(found, 60)} for {len(rows)} answers: return a finite number for "
+                "each, or None for those that it does not apply to."
+            )
+        total += weight * scores
+    return total
+
+
+# -- in training
+
+
+def _prompt_collator(tokenizer: Tokenizer, *_: object) -> Collate:
+    """Return a collator of prompts: padded, with their rows and the tokenizer, as they are to be answered."""
+
+    def collate(rows: list[Tokens]) -> dict[str, Any]:
+        inputs = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]
+        batch = tokenizer.pad(inputs, padding_side="right", return_tensors="pt")
+        numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
+        return {**batch, **numbers, "prompts": rows, "tokenizer": tokenizer}
+
+    return collate
+
+
+def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> dict[str, Any]:
+    """Return prompts with their answers, padded on the right to a multiple, each of shape (answers, tokens)."""
+    rows = [torch.tensor([*prompt["input_ids"], *ids]) for prompt, ids in zip(prompts, answers, strict=True)]
+    begins = torch.tensor([len(prompt["input_ids"]) for prompt in prompts]).unsqueeze(1)
+    ends = torch.tensor(list(map(len, rows))).unsqueeze(1)
+    filler = torch.full((-(-max(map(len, rows)) // max(1, multiple)) * max(1, multiple),), pad)
+    places = torch.arange(len(filler))
+    return {
+        "input_ids": pad_sequence([*rows, filler], batch_first=True, padding_value=pad)[:-1],
+        "attention_mask": (places < ends).long(),
+        "completion_mask": ((places >= begins) & (places < ends)).long(),
+    }
+
+
+def policy_gradient(
+    run: RunConfig, model: PreTrainedModel, module: torch.nn.Module, batch: dict[str, Any]
+) -> torch.Tensor:
+    """Return a loss that takes the memory of a step on answers, as long as they may be: minus their log-probability."""
+    if "prompts" in batch:
+        pad, rows = batch["tokenizer"].pad_token_id, batch["prompts"]
+        made = batch_to_learn(rows, [[pad] * run.max_new_tokens] * len(rows), pad, run.pad_to_multiple_of)
+        batch = {name: each.to(model.device) for name, each in made.items()}
+    return -token_log_probs(module, batch).sum()
+
+
+def greedy_rewards(run: RunConfig, model: PreTrainedModel, _: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Return 1 and the reward of a greedy answer to each prompt, shape (prompts, 2); fillers count nothing."""
+    rewards = rewards_of(answers_to(model, batch["tokenizer"], batch["prompts"], run), run)
+    counts = torch.tensor([float(row["labels"][-1] != IGNORED_LABEL) for row in batch["prompts"]])
+    return torch.stack([counts, counts * rewards], dim=1).to(model.device)
+
+
+def mean_reward(sums: torch.Tensor) -> dict[str, float]:
+    """Return the mean reward of all prompts, and as the loss to be lowered minus that."""
+    count, total = sums.tolist()
+    return {VALIDATION_LOSS: -total / count, REWARD: total / count}
+
+
+REWARDS = Objective(
+    _prompt_collator,
+    results=greedy_rewards,
+    metrics=mean_reward,
+    best_metric=REWARD,
+    higher_is_better=True,
+    pair_loss=policy_gradient,
+    pair_results=greedy_rewards,
+    prepare=lambda model, run: prepare_for_log_probs(model, run.temperature),
+)
+
+
+# -- at the end
+
+
+@dataclass(frozen=True)
+class RewardEvaluation(LabelEvaluation):
+    """What a model answers to all prompts, and the rewards of its answers."""
+
+    def __str__(self) -> str:
+        return f"reward {self.mean('reward'):.3f}, {super().__str__()}"
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return the metrics for the record."""
+        return {"reward": self.mean("reward"), "ended_share": self.mean("ended"), **super().summary()}
+
+
+def evaluate_rewards(
+    model: PreTrainedModel, tokenizer: Tokenizer, rows: Sequence[Row], log: RunRecorder, when: str
+) -> RewardEvaluation:
+    """Answer each prompt greedily and score the answers; sample some, to see how diverse they are."""
+    prompts = [{"input_ids": ids, "asked": row} for ids, row in zip(prompt_ids(rows, tokenizer), rows, strict=True)]
+
+    def rewarded(numbers: list[int]) -> list[tuple[str, bool, float]]:
+        answers = answers_to(model, tokenizer, [prompts[number] for number in numbers], log.run)
+        return list(zip(answers.texts, answers.ended, rewards_of(answers, log.run).tolist(), strict=True))
+
+    lengths = [len(prompt["input_ids"]) for prompt in prompts]
+    found = predict_rows(log, lengths, "answers", when, rewarded, model)
+    answers = [
+        {**scored(number, row, answer), "reward": reward, "ended": ended}
+        for number, (row, (answer, ended, reward)) in enumerate(zip(rows, found, strict=True))
+    ]
+    evaluation = RewardEvaluation(answers, distinct_share(model, tokenizer, rows, log, when))
+    report_evaluation(evaluation, rows, log, when)
+    return evaluation

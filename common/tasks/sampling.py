@@ -1,0 +1,101 @@
+"""Answers that a model samples, or chooses greedily, with their tokens: as a reward scores them, or to see how many."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase as Tokenizer
+
+from common.base.run_config import RunConfig
+from common.data.answer_ends import stops_of
+from common.data.rows import Row, Tokens
+from common.data.templates import prompt_ids
+from common.runtime.recorder import RunRecorder
+from common.tasks.predictions import predict_rows
+
+SAMPLED_ROWS, SAMPLES = 60, 4  # of the test, and of each row's answers: they tell how diverse answers are
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model has answered, with each answer's prompt; several answers to a prompt follow each other."""
+
+    prompts: list[Tokens]
+    ids: list[list[int]]  # with the end token of those that have ended
+    texts: list[str]
+    ended: list[bool]
+
+    @property
+    def tokens(self) -> int:
+        """Of all prompts and answers."""
+        return sum(len(prompt["input_ids"]) + len(ids) for prompt, ids in zip(self.prompts, self.ids, strict=True))
+
+
+class SeededSampling(LogitsProcessor):
+    """Makes the likeliest token a sample: adds Gumbel noise, of a generator for each answer, to its logits.
+
+    So an answer depends on its seed alone, and not on the batch, the rank or what was drawn before (Gumbel-max trick,
+    Maddison et al. 2014, "A* Sampling").
+    """
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores, shape (answers, vocabulary), of which the highest is a sample."""
+        waits = torch.empty_like(scores)
+        for row, generator in zip(waits, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        return scores / self.temperature - waits.log()
+
+
+@torch.no_grad()
+def answers_to(
+    model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Tokens], run: RunConfig, seeds: Sequence[int] = ()
+) -> Answers:
+    """Return an answer to each prompt, sampled where there are seeds, else greedy; as many at once as are evaluated."""
+    order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]["input_ids"]))
+    stops = stops_of(tokenizer, model.generation_config.eos_token_id)
+    found: dict[int, tuple[list[int], bool]] = {}
+    was_training = model.training
+    model.eval()
+    for start in range(0, len(order), run.rows_evaluated_at_once):
+        places = order[start : start + run.rows_evaluated_at_once]
+        given = {"input_ids": [prompts[place]["input_ids"] for place in places]}
+        batch = tokenizer.pad(given, padding_side="left", return_tensors="pt").to(model.device)
+        noise = [SeededSampling([seeds[place] for place in places], run.temperature, model.device)] if seeds else []
+        generated = model.generate(
+            **batch, max_new_tokens=run.max_new_tokens, do_sample=False, logits_processor=noise,
+            **stops.settings(tokenizer),
+        )  # fmt: skip
+        for place, ids in zip(places, generated[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
+            end = next((number for number, each in enumerate(ids) if each in stops.token_ids), None)
+            found[place] = (ids[: end + 1], True) if end is not None else (ids, False)
+    model.train(was_training)
+    ids, ended = zip(*(found[place] for place in range(len(prompts))), strict=True)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return Answers(list(prompts), list(ids), list(map(stops.cut, texts)), list(ended))
+
+
+def seed_of(*numbers: int) -> int:
+    """Return the seed of an answer's noise, from what names it: the run's seed, step, row, and which of the row's."""
+    return random.Random(str(numbers)).getrandbits(32)
+
+
+def distinct_share(
+    model: PreTrainedModel, tokenizer: Tokenizer, rows: Sequence[Row], log: RunRecorder, when: str
+) -> float:
+    """Return how many of the answers sampled to a prompt differ, as a share: 1 / `SAMPLES` = they are all the same."""
+    prompts = [{"input_ids": ids} for ids in prompt_ids(rows[:SAMPLED_ROWS], tokenizer)]
+
+    def shares(numbers: list[int]) -> list[float]:
+        asked = [prompts[number] for number in numbers for _ in range(SAMPLES)]
+        seeds = [seed_of(log.run.seed, number, sample) for number in numbers for sample in range(SAMPLES)]
+        texts = answers_to(model, tokenizer, asked, log.run, seeds).texts
+        return [len(set(texts[place : place + SAMPLES])) / SAMPLES for place in range(0, len(texts), SAMPLES)]
+
+    lengths = [len(prompt["input_ids"]) for prompt in prompts]
+    return fmean(predict_rows(log, lengths, "samples", when, shares, model))
