@@ -14,18 +14,20 @@ PREDICTED = {
     "chosen": ("question", "answer"),
     "summary": ("text", "written"),
     "label": ("text", "found"),
+    "reward": ("question", "answer"),  # of the answer after tuning: none was expected
 }
 SAMPLES, CHARACTERS = 3, 100
 
 
 def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
-    """Return a run's first predictions: the question (or text), `expected`, `before` (with a baseline) and `after`."""
+    """Return a run's first predictions: question (or text), `expected` or `reward`, `before` (if there is) and `after`."""
     tables = {when: table.head(rows) for when, table in predictions(folder).items()}
     after = tables["after"]
     expected = next(name for name in PREDICTED if name in after)
     asked, predicted = PREDICTED[expected]
     said = {when: table[predicted] for when, table in tables.items()}
-    return pd.DataFrame({asked: after[asked], "expected": after[expected], **said})
+    title = "reward" if expected == "reward" else "expected"
+    return pd.DataFrame({asked: after[asked], title: after[expected], **said})
 
 
 def samples(folder: Path, asked: str = "question") -> str:

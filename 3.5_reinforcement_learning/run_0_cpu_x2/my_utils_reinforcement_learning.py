@@ -1,0 +1,123 @@
+"""What only this folder needs: the reward, groups of answers with their advantages, and what the first step says."""
+
+import copy
+import re
+import time
+from collections.abc import Sequence
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from common.base.run_config import RunConfig
+from common.data.rows import NO_ROW
+from common.tasks.preferences import token_log_probs
+from common.tasks.rewards import Answers, answers_to, batch_to_learn, seed_of
+from common.training.answer_logits import Batch, on_device
+from common.training.loop import TrainingLoop
+
+YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")  # 1000 to 2099: no prompt of this folder's data has one
+EPSILON = 1e-4  # of TRL: groups whose rewards are equal have no deviation
+
+
+def names_without_year(
+    completions: Sequence[list[dict[str, str]]], facts: Sequence[list[str]], **_: object
+) -> list[float]:
+    """Return 1 for a label that names exhibit and maker, less for what is missing, an invented year, or no full stop.
+
+    `facts`, a column of the rows, has the two names.
+    """
+    scores = []
+    for (message,), names in zip(completions, facts, strict=True):
+        label = message["content"]
+        named = sum(name in label for name in names) / len(names)
+        scores.append(named - bool(YEAR.search(label)) - (not label.endswith(".")))
+    return scores
+
+
+def sample_groups(loop: TrainingLoop, prompts: Batch) -> Answers:
+    """Sample `num_generations` answers to each prompt, by the model as it is now."""
+    run, rows, start_s = loop.run, prompts["prompts"], time.perf_counter()
+    numbered = [(row, number) for row in rows for number in range(run.num_generations)]
+    seeds = [seed_of(run.seed, loop.state.global_step, row["row"], number) for row, number in numbered]
+    with loop.log.memory.phase("rollouts"):
+        answers = answers_to(loop.model, loop.tokenizer, [row for row, _ in numbered], run, seeds)
+    loop.work.tokens += answers.tokens - int(prompts["attention_mask"].sum())  # each prompt once was counted before
+    loop.work.generating_s += time.perf_counter() - start_s
+    return answers
+
+
+def advantages_in_groups(rewards: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how much better each answer is than its group, in standard deviations, shape (answers,).
+
+    `rewards` of `size` answers to a prompt follow each other. Of a group that agrees all are 0: it teaches nothing.
+    """
+    groups = rewards.view(-1, size)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + EPSILON)).flatten()
+
+
+def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Tensor) -> list[tuple[Batch, bool]]:
+    """Return the answers in batches of like length, and whether each is the step's last.
+
+    A batch has its answers' `advantages`, and as `weights` what each token's loss counts for: one in all tokens of the
+    step (dapo), or one in all tokens of the answer and all answers of the step (grpo).
+    """
+    run, pad = loop.run, loop.tokenizer.pad_token_id
+    counted = torch.tensor([float(row["row"] != NO_ROW) for row in answers.prompts])
+    lengths = torch.tensor([len(ids) for ids in answers.ids])
+    device = loop.loss_sum.device
+    tokens, count = loop.part.sum_over_ranks(
+        torch.stack([(counted * lengths).sum(), counted.sum()]).to(device)
+    ).tolist()
+    weights = counted / tokens if run.loss_type == "dapo" else counted / lengths / count
+    order = sorted(range(len(answers.ids)), key=lambda n: -len(answers.prompts[n]["input_ids"]) - len(answers.ids[n]))
+    size, batches = run.per_device_train_batch_size, list[tuple[Batch, bool]]()
+    for start in range(0, len(order), size):
+        chosen = order[start : start + size]
+        ids = [answers.ids[number] for number in chosen]
+        batch = batch_to_learn([answers.prompts[number] for number in chosen], ids, pad, run.pad_to_multiple_of)
+        batch["advantages"] = advantages[chosen].unsqueeze(1)
+        batch["weights"] = batch["completion_mask"][:, 1:] * weights[chosen].unsqueeze(1)
+        batches.append((on_device(batch, device), start + size >= len(order)))
+    return batches
+
+
+def log_probs_of(loop: TrainingLoop, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of each token of the answers by `module`, shape (answers, tokens - 1), fp32."""
+    with loop.part.autocast():
+        return token_log_probs(module, batch).float()
+
+
+def reference_of(model: PreTrainedModel | PeftModel, run: RunConfig) -> PreTrainedModel | None:
+    """Return a copy of the model before training, where the loss reads it; with adapters none is needed."""
+    if not run.beta or run.method.has_adapters:
+        return None
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def reference_log_probs(loop: TrainingLoop, reference: PreTrainedModel | None, batch: Batch) -> torch.Tensor:
+    """Return `log_probs_of` the model before training: the copy, or this model with its adapters switched off."""
+    if reference:
+        return log_probs_of(loop, reference, batch)
+    with loop.model.disable_adapter():
+        return log_probs_of(loop, loop.model, batch)
+
+
+def note_rewards(loop: TrainingLoop, answers: Answers, rewards: torch.Tensor) -> None:
+    """Count the step's rewards for the log, and after the first step say what would teach nothing."""
+    groups = rewards.view(-1, loop.run.num_generations)
+    differ, ended = (groups.std(1) > 0).float().mean().item(), sum(answers.ended) / len(answers.ended)
+    loop.note(
+        reward=rewards.mean().item(),
+        groups_that_differ=differ,
+        answer_tokens=sum(map(len, answers.ids)) / len(answers.ids),
+        ended_share=ended,
+    )
+    if loop.state.global_step or not loop.rank.is_main:
+        return
+    print(f"first step: {len(rewards)} answers, mean reward {rewards.mean():.3f}; {differ:.0%} of the groups differ")
+    if not differ:
+        print(f"WARNING: all answers to a prompt have the same reward, such as {rewards[0]:g}: nothing can be learnt")
+    if not ended:
+        print(f"WARNING: no answer has ended within --max_new_tokens {loop.run.max_new_tokens}: pass more")
