@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.data.rows import NO_ROW
 from common.tasks.preferences import token_log_probs
-from common.tasks.rewards import Answers, answers_to, batch_to_learn, seed_of
+from common.tasks.rewards import batch_to_learn
+from common.tasks.sampling import Answers, answers_to, seed_of
 from common.training.answer_logits import Batch, on_device
 from common.training.loop import TrainingLoop
 
