@@ -86,7 +86,7 @@ def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Ten
 def log_probs_of(loop: TrainingLoop, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the log-probability of each token of the answers by `module`, shape (answers, tokens - 1), fp32."""
     with loop.part.autocast():
-        return token_log_probs(module, batch).float()
+        return token_log_probs(module, batch)
 
 
 def reference_of(model: PreTrainedModel | PeftModel, run: RunConfig) -> PreTrainedModel | None:

@@ -55,7 +55,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
     tokenizer, folder = load_tokenizer(RunConfig(model=str(EMBEDDED_BASE))), tmp_path_factory.mktemp("llama")
     config = LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
+        vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.15,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **TINY,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -105,7 +105,7 @@ def trainer_of(loop: TrainingLoop, answers: Answers, tiny: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
-@pytest.mark.parametrize(("beta", "by"), [(0.0, 0.0), (0.3, 0.0), (0.3, 0.02)], ids=["", "divergence", "clipped"])
+@pytest.mark.parametrize(("beta", "by"), [(0.0, 0.0), (0.1, 0.0), (0.1, 0.02)], ids=["", "divergence", "clipped"])
 def test_loss_and_gradients_are_those_of_trl(
     loss_type: str, beta: float, by: float, loop_of: Callable, folder: tuple, tiny: str, tmp_path: Path
 ) -> None:
@@ -141,9 +141,11 @@ def test_loss_and_gradients_are_those_of_trl(
     loss.backward()
     assert is_last
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    for (name, found), (_, of_trl) in zip(loop.model.named_parameters(), trainer.model.named_parameters(), strict=True):
-        torch.testing.assert_close(found.grad, of_trl.grad, rtol=0, atol=1e-6, msg=lambda said, name=name: name + said)
-    assert max(weight.grad.abs().max() for weight in loop.model.parameters()) > 0.01
+    of_trl = {name: weight.grad for name, weight in trainer.model.named_parameters()}
+    largest = max(gradient.abs().max().item() for gradient in of_trl.values())
+    for name, weight in loop.model.named_parameters():
+        assert (weight.grad - of_trl[name]).abs().max() <= 1e-6 * max(1, largest), name
+    assert largest > 0.01
     if by:
         ratio = (utils.log_probs_of(loop, loop.model, batch) - batch["before"]).exp()
         assert ((ratio - 1).abs() > loop.run.epsilon).any()
