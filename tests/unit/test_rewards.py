@@ -158,3 +158,242 @@ def moved(loop: TrainingLoop, by: float) -> LlamaForCausalLM:
         for weight in other.parameters():
             weight += by * torch.randn(weight.shape, generator=generator)
     return other
+
+
+# -- answers
+
+
+def test_an_answer_depends_on_its_seed_alone(loop_of: Callable) -> None:
+    """And so neither on the batch, nor on the rank, nor on what was sampled before."""
+    loop = loop_of()
+    prompts = [loop.train_rows[number] for number in range(6)] * 2
+    seeds = [seed_of(42, 0, number) for number in range(len(prompts))]
+    together = answers_to(loop.model, loop.tokenizer, prompts, loop.run, seeds)
+    assert together.ids[:6] != together.ids[6:]
+    for place in (0, 5, 11):
+        torch.rand(place)
+        alone = answers_to(loop.model, loop.tokenizer, [prompts[place]], loop.run, [seeds[place]])
+        assert (alone.ids[0], alone.texts[0], alone.ended[0]) == tuple(
+            each[place] for each in (together.ids, together.texts, together.ended)
+        )
+
+
+def test_tokens_are_sampled_by_their_probabilities(loop_of: Callable) -> None:
+    """At a temperature; of 3,000 samples a frequency is off by less than 5 standard deviations."""
+    count, loop = 3000, loop_of(temperature=0.5, max_new_tokens=1, per_device_eval_batch_size=1000)
+    prompt = loop.train_rows[0]
+    found = answers_to(loop.model, loop.tokenizer, [prompt] * count, loop.run, range(count))
+    with torch.no_grad():
+        logits = loop.model(torch.tensor([prompt["input_ids"]])).logits[0, -1]
+    expected = (logits / 0.5).softmax(-1)
+    frequency = torch.tensor([ids[0] for ids in found.ids]).bincount(minlength=len(logits)) / count
+    assert expected.max() > 0.02
+    assert ((frequency - expected).abs() <= 5 * (expected * (1 - expected) / count).sqrt() + 1 / count).all()
+
+
+def test_an_answer_ends_with_its_end_token_or_where_it_must(loop_of: Callable) -> None:
+    loop = loop_of(max_new_tokens=20)
+    with torch.no_grad():
+        loop.model.lm_head.weight[loop.tokenizer.eos_token_id] *= 3  # which some answers begin to sample
+    prompts = [loop.train_rows[0]] * 40
+    answers = answers_to(loop.model, loop.tokenizer, prompts, loop.run, range(40))
+    assert 0 < sum(answers.ended) < 40
+    for ids, ended, text in zip(answers.ids, answers.ended, answers.texts, strict=True):
+        assert ended == (ids[-1] == loop.tokenizer.eos_token_id)
+        assert ids.count(loop.tokenizer.eos_token_id) == ended
+        assert ended or len(ids) == 20
+        assert "<|end|>" not in text
+
+
+def test_groups_that_agree_teach_nothing_and_a_group_adds_up_to_nothing(folder: tuple) -> None:
+    advantages = folder[1].advantages_in_groups(torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 2.0]), 3)
+    assert advantages[:3].tolist() == [0, 0, 0]
+    assert advantages[3:].sum().item() == pytest.approx(0, abs=1e-6)
+    assert advantages[3:].tolist() == pytest.approx([-1, 0, 1], rel=1e-3)
+
+
+def test_each_token_counts_as_much_in_batches_of_any_size(loop_of: Callable, folder: tuple) -> None:
+    """Of the whole step (dapo), or of its answer (grpo): the gradients of small batches add up to those of a large."""
+    workflow, utils = folder
+    for loss_type in ("dapo", "grpo"):
+        gradients = []
+        for size in (8, 2):
+            loop = loop_of(loss_type=loss_type, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size)
+            answers = utils.sample_groups(loop, prompts_of(loop))
+            batches = utils.batches_to_learn(
+                loop, answers, utils.advantages_in_groups(rewards_of(answers, loop.run), 4)
+            )
+            assert [is_last for _, is_last in batches] == [False] * (8 // size - 1) + [True]
+            for batch, _ in batches:
+                now = utils.log_probs_of(loop, loop.model, batch)
+                workflow.policy_loss(now, {**batch, "before": now.detach()}, loop.run).backward()
+            gradients.append(loop.model.lm_head.weight.grad.clone())
+            total = sum(batch["weights"].sum().item() for batch, _ in batches)
+            assert total == pytest.approx(1)
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+# -- rows
+
+
+def rows_of(*found: object, **settings: Any) -> list[Row]:
+    return list(
+        check_prompts(
+            ((row, f"rows.jsonl, row {n}") for n, row in enumerate(found, 1)), "rows.jsonl", run_of(**settings)
+        )
+    )
+
+
+def test_a_prompt_is_a_text_or_messages_and_keeps_its_other_columns() -> None:
+    text, messages, problem = rows_of(
+        {"Prompt": "What is 1 + 1?", "Answer": "2", "system": "Be brief."},
+        {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "chosen": "2", "facts": ["2"]},
+        {"problem": "What is 1 + 1?", "solution": 2},
+    )
+    assert [message["role"] for message in text["messages"]] == ["system", "user", "assistant"]
+    assert (text["columns"]["answer"], text["messages"][1]["content"]) == ("2", "What is 1 + 1?")
+    assert messages["messages"] == problem["messages"]
+    assert (messages["columns"], messages["facts"]) == ({"chosen": "2", "facts": ["2"]}, ["2"])
+    assert problem["columns"] == {"solution": 2}
+    assert rows_of({"ask": "Who?", "prompt": "no"}, prompt_column="ask")[0]["messages"][0]["content"] == "Who?"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"text": "Who?"}, "has no prompt"),
+        ({"prompt": ""}, "empty user message"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "user and assistant"),
+        ("Who?", "should have a column `prompt`"),
+    ],
+)
+def test_a_row_without_a_prompt_is_refused(row: object, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        rows_of(row)
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_not_cut(tiny: str) -> None:
+    run = run_of(model=tiny, max_length=8)
+    with pytest.raises(BadInputError, match="no end of its prompt within its first 8 tokens"):
+        tokenize_prompts(rows_of({"prompt": "Who made the Royal Harp of Lindor, and when?"}), load_tokenizer(run), run)
+
+
+# -- rewards that cannot be
+
+
+def raises(**_: object) -> list[float]:
+    raise KeyError("colour")
+
+
+def nothing(**_: object) -> None:
+    return None
+
+
+def too_few(completions: list[Any], **_: object) -> list[float]:
+    return [1.0] * (len(completions) - 1)
+
+
+def infinite(completions: list[Any], **_: object) -> list[float]:
+    return [float("inf")] * len(completions)
+
+
+def a_text(completions: list[Any], **_: object) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def for_none(completions: list[Any], **_: object) -> list[None]:
+    return [None] * len(completions)
+
+
+async def later(**_: object) -> list[float]:
+    return []
+
+
+def answered(*texts: str) -> Answers:
+    (row,) = rows_of({"prompt": "Who?", "facts": ["Lathom"]})
+    prompt = {"input_ids": [1], "asked": row}
+    return Answers([prompt] * len(texts), [[2]] * len(texts), list(texts), [True] * len(texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "KeyError: 'colour'"),
+        ("nothing", "fails: TypeError"),
+        ("too_few", r"returns \[1.0\] for 2 answers"),
+        ("infinite", "finite number"),
+        ("a_text", "fails: ValueError"),
+        ("for_none", "finite number for each, or None"),
+    ],
+)
+def test_a_reward_that_cannot_be_is_one_sentence(name: str, said: str) -> None:
+    with pytest.raises(BadInputError, match=said) as refused:
+        rewards_of(answered("a", "b"), run_of(reward=f"tests.unit.test_rewards:{name}"))
+    assert name in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"reward": ""}, "pass functions as module:function"),
+        ({"reward": "no_such_module:score"}, "cannot be imported"),
+        ({"reward": "tests.unit.test_rewards:no_such"}, "cannot be imported"),
+        ({"reward": "tests.unit.test_rewards:TINY"}, "no function"),
+        ({"reward": "tests.unit.test_rewards:later"}, "no function that returns numbers"),
+        ({"reward_weights": "1,2"}, "a number for each"),
+        ({"reward_weights": "much"}, "a number for each"),
+        ({"reward_weights": "nan"}, "a number for each"),
+    ],
+)
+def test_what_names_no_reward_is_refused(settings: dict[str, str], said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        rewards_of(answered("a"), run_of(**settings))
+
+
+def test_rewards_are_added_up_with_their_weights_and_none_counts_nothing() -> None:
+    names = ",".join(f"tests.unit.test_rewards:{name}" for name in ("vowels", "for_some"))
+    answers = answered("aa", "b")
+    plain = rewards_of(answers, run_of()).tolist()
+    assert rewards_of(answers, run_of(reward=names)).tolist() == pytest.approx([plain[0] + 1, plain[1]])
+    weighted = rewards_of(answers, run_of(reward=names, reward_weights="-1, 0.5"))
+    assert weighted.tolist() == pytest.approx([0.5 - plain[0], -plain[1]])
+
+
+def for_some(completions: list[list[dict[str, str]]], **_: object) -> list[float | None]:
+    return [1.0 if "a" in message["content"] else None for (message,) in completions]
+
+
+def test_the_folders_rule_wants_names_a_full_stop_and_no_year(folder: tuple) -> None:
+    labels = (
+        "Label: Harp, by Lathom.",
+        "Label: Harp.",
+        "Label: Harp, by Lathom in 1714.",
+        "Label: Harp, by Lathom",
+        "",
+    )
+    said = [[{"role": "assistant", "content": label}] for label in labels]
+    assert folder[1].names_without_year(said, [["Harp", "Lathom"]] * len(labels)) == [1, 0.5, 0, 0, -1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_generations": 1}, "num_generations is 1"),
+        ({"per_device_train_batch_size": 6}, "no whole number of prompts: pass --batch_size 8"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"epsilon": 0.0}, "epsilon is 0"),
+        ({"num_iterations": 0}, "num_iterations is 0"),
+        ({"beta": -0.1}, "beta is -0.1"),
+        ({"train_on": "all"}, "train_on is all"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        run_of(**settings)
+
+
+def test_code_to_run_is_named_by_who_starts_a_run_and_not_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "of_others.yaml").write_text("reward: evil:run\n")
+    with pytest.raises(BadInputError, match="names code to run"):
+        parse_overrides(run_of(), ["--config", str(tmp_path / "of_others.yaml")])
+    assert parse_overrides(run_of(), ["--reward", "mine:score"]).reward == "mine:score"
