@@ -70,7 +70,7 @@ def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Ten
     tokens, count = loop.part.sum_over_ranks(
         torch.stack([(counted * lengths).sum(), counted.sum()]).to(device)
     ).tolist()
-    weights = counted / tokens if run.loss_type == "dapo" else counted / lengths / count
+    weights = counted / tokens if run.loss_type != "grpo" else counted / lengths / count
     order = sorted(range(len(answers.ids)), key=lambda n: -len(answers.prompts[n]["input_ids"]) - len(answers.ids[n]))
     size, batches = run.per_device_train_batch_size, list[tuple[Batch, bool]]()
     for start in range(0, len(order), size):

@@ -70,7 +70,7 @@ def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Ten
     tokens, count = loop.part.sum_over_ranks(
         torch.stack([(counted * lengths).sum(), counted.sum()]).to(device)
     ).tolist()
-    weights = counted / tokens if run.loss_type == "dapo" else counted / lengths / count
+    weights = counted / tokens if run.loss_type != "grpo" else counted / lengths / count
     order = sorted(range(len(answers.ids)), key=lambda n: -len(answers.prompts[n]["input_ids"]) - len(answers.ids[n]))
     size, batches = run.per_device_train_batch_size, list[tuple[Batch, bool]]()
     for start in range(0, len(order), size):
@@ -86,7 +86,7 @@ def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Ten
 def log_probs_of(loop: TrainingLoop, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the log-probability of each token of the answers by `module`, shape (answers, tokens - 1), fp32."""
     with loop.part.autocast():
-        return token_log_probs(module, batch).float()
+        return token_log_probs(module, batch)
 
 
 def reference_of(model: PreTrainedModel | PeftModel, run: RunConfig) -> PreTrainedModel | None:

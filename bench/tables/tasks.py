@@ -10,11 +10,12 @@ from common.base.specs import PARALLELISMS
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column
 from common.reporting.rows import NOT_RUN, Row, clock, in_parts, setting_name, settings_of_task
-from common.reporting.tasks import ACCURACY, ALLOWED, DATES, FACTS, SHARE, WORDS, with_interval
+from common.reporting.tasks import ACCURACY, ALLOWED, DATES, FACTS, REWARD, SAMPLES_DIFFER, SHARE, WORDS, with_interval
 
 classified = partial(settings_of_task, task="classification")
 answered = partial(settings_of_task, task="visual_questions")
 preferred = partial(settings_of_task, task="preferences")
+rewarded = partial(settings_of_task, task="rewards")
 
 # -- text classification
 
@@ -90,7 +91,21 @@ def _reference_time(row: Row) -> str:
     return clock(fmean(seconds)) if seconds else "in each step"
 
 
+def _generating_time(row: Row) -> str:
+    """Return how long a rank answered, and how long it learnt from the answers."""
+    run = row["seeds"][0]
+    answering_s = run["rollouts"]["generating_s"]
+    return f"{clock(answering_s)} + {clock(run['train_time_s'] - run['reporting_s'] - answering_s)}"
+
+
+def _learnt_from(row: Row) -> str:
+    if row["config"]["task"] == "rewards":
+        return "a reward (GRPO)"
+    return "chosen answers (SFT)" if row["config"].get("loss_type") == "sft" else "pairs (DPO)"
+
+
 FACTS_SAID = FACTS.titled("Fact recall")
+DRIFT = Column("KL divergence", "quality.after.answer_drift", "{:.3f}", over_seeds=True)
 
 TABLES = {
     "classification-settings": Table(
@@ -145,6 +160,22 @@ TABLES = {
         lambda records: [*preferred(records), *waiting_for_task(records, "preferences")],
         ("setting", "figures", "model_id", "devices", "seeds", "preferred", "reward", DATES, FACTS_SAID, WORDS,
          Column("Reference", _reference_time), "mean_time", "speedup_of_task", "planned", "command"),
+    ),
+    "found 3.5": Table(
+        rewarded,
+        (Column("Setting", _shorter), "short_devices", REWARD, DATES, FACTS_SAID, SAMPLES_DIFFER, "mean_time as Time"),
+        footnote=footnote,
+    ),
+    "rewards-settings": Table(
+        lambda records: [*rewarded(records), *waiting_for_task(records, "rewards")],
+        ("setting", "figures", "model_id", "devices", "seeds", REWARD, DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER,
+         Column("Generating + learning", _generating_time), "mean_time", "speedup_of_task", "planned", "command"),
+    ),
+    "answers-compared": Table(
+        lambda records: [row for row in (*preferred(records), *rewarded(records)) if len(row["world"]) == 1],
+        (Column("Learnt from", _learnt_from), Column("Setting", _shorter), DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER,
+         DRIFT, "mean_time as Time"),
+        footnote=footnote,
     ),
     "preferences-front": Table(
         preferred,

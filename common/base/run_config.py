@@ -330,6 +330,8 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.use_liger_kernel and run.method.has_adapters and run.targets_head,
          f"target_modules is {run.target_modules}, but Liger's loss reads the head without its adapter: leave it out."),
         # rows and attention
+        (run.loss_type in (("dapo", "grpo") if goal.compares else ("sigmoid", "sft")),
+         f"loss_type is {run.loss_type}, but task is {run.task}: pass one of this task, or auto."),
         (goal.compares and not run.beta, "beta is 0.0, with which DPO learns nothing: pass one above 0, such as 0.1."),
         (goal.rewards and rows * run.gradient_accumulation_steps % run.num_generations,
          f"num_generations is {run.num_generations}, but a rank learns from {rows} answers "

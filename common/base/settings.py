@@ -56,6 +56,7 @@ GIVEN_ANSWER = OnlyFor("rows with one answer to learn", lambda run: run.goal.con
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
+LOG_PROBS = OnlyFor("pairs of answers, and answers with a reward (3.4, 3.5)", lambda run: run.goal.reads_log_probs)
 REWARDS = OnlyFor("answers with a reward (3.5)", lambda run: run.goal.rewards)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
@@ -173,7 +174,7 @@ class TrainingSettings:
         "With preferences: DPO's beta; lower = the model moves further. With rewards: weight of the divergence from "
         "the model before training; 0 = none.",
         AT_LEAST_0,
-        OnlyFor("pairs of answers, and answers with a reward (3.4, 3.5)", lambda run: run.goal.reads_log_probs),
+        LOG_PROBS,
     )
     exchange_answers: bool = setting(False, "With preferences: learn the rejected answers, as a control.", PREFERENCES)
     reward: str = setting(
@@ -186,10 +187,11 @@ class TrainingSettings:
     epsilon: float = setting(
         0.2, "With rewards: how far a token's ratio counts: 1 - epsilon to 1 + epsilon.", ABOVE_0, REWARDS
     )
-    loss_type: Literal["dapo", "grpo"] = setting(
-        "dapo",
-        "With rewards: mean over all tokens of a step (dapo), or of each answer, and of answers (grpo).",
-        REWARDS,
+    loss_type: Literal["auto", "sigmoid", "sft", "dapo", "grpo"] = setting(
+        "auto",
+        "With preferences: sigmoid (DPO; auto), or sft: the chosen answers alone. With rewards: mean over all tokens "
+        "of a step (dapo; auto), or over those of each answer, and over answers (grpo).",
+        LOG_PROBS,
     )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer", "With summarization: the Trainer, or a loop on Accelerate or torch.distributed.", SUMMARIZATION

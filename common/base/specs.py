@@ -308,7 +308,7 @@ TASKS: dict[str, Task] = _by_name(
         told_by=(("chosen", "rejected"),),
         loss_per="pair",
         reporting="common.reporting.tasks:PREFERENCES",
-        named_by=("technique", "parallel", "exchanged", "rows"),
+        named_by=("technique", "parallel", "loss", "exchanged", "rows"),
         compares=True,
     ),
     Task(

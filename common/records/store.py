@@ -48,7 +48,7 @@ NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "loop": lambda run: run.loop,
     "devices": lambda run: f"x{run.devices}",
     "exchanged": lambda run: "exchanged" if run.exchange_answers else "",
-    "loss": lambda run: run.loss_type if run.loss_type != RunConfig.loss_type else "",
+    "loss": lambda run: run.loss_type if run.loss_type != "auto" else "",
     "turned": lambda run: "turned" if "-" in run.reward_weights else "",  # what the reward praises is punished
 }
 

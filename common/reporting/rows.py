@@ -255,8 +255,10 @@ def kind_name(row: Row) -> str:
 
 def setting_name(row: Row) -> str:
     """Return `LoRA with PP, 8 micro-batches`, or `LoRA, exchanged (control)`, which learns the rejected answers."""
-    control = ", exchanged (control)" if row["config"].get("exchange_answers") else ""
-    return kind_name(row) + in_parts(row) + control
+    config = row["config"]
+    loss = {"sft": ", chosen answers alone", "grpo": ", mean of answers"}.get(config.get("loss_type", ""), "")
+    turned = "exchanged" if config.get("exchange_answers") else "turned" * ("-" in config.get("reward_weights", ""))
+    return kind_name(row) + in_parts(row) + loss + (f", {turned} (control)" if turned else "")
 
 
 def in_parts(row: Row) -> str:

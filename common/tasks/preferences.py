@@ -120,7 +120,10 @@ def _compared(
     else:
         with torch.no_grad(), model.disable_adapter():
             reference = answer_log_probs(model, batch)
-    return pair_results(now, reference, run.beta)[: batch["pairs"]]  # what a batch was filled up with comes last
+    found = pair_results(now, reference, run.beta)
+    if run.loss_type == "sft":  # the mean of a token of the chosen answer, as if there were no other
+        found[:, 0] = -now[0] / batch["completion_mask"].chunk(2)[0].sum(1).clamp(min=1)
+    return found[: batch["pairs"]]  # what a batch was filled up with comes last
 
 
 def pair_metrics(sums: torch.Tensor) -> dict[str, float]:

@@ -385,6 +385,7 @@ def test_the_folders_rule_wants_names_a_full_stop_and_no_year(folder: tuple) -> 
         ({"num_iterations": 0}, "num_iterations is 0"),
         ({"beta": -0.1}, "beta is -0.1"),
         ({"train_on": "all"}, "train_on is all"),
+        ({"loss_type": "sft"}, "loss_type is sft, but task is rewards"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
