@@ -74,8 +74,8 @@ defaults_for = partial(setting_of, RUN, LORA)  # (2)
 def policy_loss(now: torch.Tensor, batch: Batch, run: RunConfig) -> torch.Tensor:
     """Return GRPO's loss of a batch's answers; `now` are log-probabilities of tokens, shape (answers, tokens).
 
-    Shao et al. 2024, "DeepSeekMath", section 4.1. The divergence is Schulman's estimator, which is never negative, times
-    the ratio, so that its gradient is right, too (DeepSeek-V3.2 2025, section 3.1).
+    Shao et al. 2024, "DeepSeekMath", section 4.1. The divergence is Schulman's estimator, which is never negative,
+    times the ratio, so that its gradient is right, too (DeepSeek-V3.2 2025, section 3.1).
     """
     ratio = (now - batch["before"]).exp()
     clipped = ratio.clamp(1 - run.epsilon, 1 + run.epsilon)

@@ -20,7 +20,7 @@ SAMPLES, CHARACTERS = 3, 100
 
 
 def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
-    """Return a run's first predictions: question (or text), `expected` or `reward`, `before` (if there is) and `after`."""
+    """Return a run's first predictions: question (or text), `expected` or `reward`, `before` if any, and `after`."""
     tables = {when: table.head(rows) for when, table in predictions(folder).items()}
     after = tables["after"]
     expected = next(name for name in PREDICTED if name in after)

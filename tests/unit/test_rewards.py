@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from common.base.errors import BadInputError
@@ -119,7 +119,7 @@ def test_loss_and_gradients_are_those_of_trl(
     for model in (loop.model, trainer.model):
         model.double()  # in fp32 the places of padding alone make 2e-6
     before, reference = moved(loop, by), moved(loop, 0.01)
-    rows = [row for row in trainer.train_dataset][:PROMPTS]
+    rows = list(trainer.train_dataset)[:PROMPTS]
     if beta:
         trainer.ref_model = reference
     inputs = trainer._generate_and_score_completions([row for row in rows for _ in range(GROUP)])
