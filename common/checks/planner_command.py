@@ -184,6 +184,7 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     job, batch, link, tower = best.job, best.job.batch, best.cluster.slowest_link, best.architecture.tower
     learnt = f"with one of {batch.classes} labels each" if batch.classes else "learnt as a whole"
     learnt = "with two answers each" if batch.goal.compares else learnt
+    learnt = f"of which an answer takes {batch.labelled:,}" if batch.goal.rewards else learnt
     summaries = f" with summaries of {batch.target_length:,}" if batch.target_length else ""
     pictures = f", of which a picture in {batch.tiles} squares takes {batch.tiles * tower.tokens:,}" if tower else ""
     rank = f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""

@@ -56,6 +56,7 @@ class PlannerOptions:
     max_target_length: int | None = setting(
         None, "Tokens per summary; without it: as a row.", aliases=("--target-len", "--target_len")
     )
+    max_new_tokens: int = shared("max_new_tokens", RunConfig.max_new_tokens)
     tiles: int | None = setting(None, "Squares that a picture is cut into; without it: of a square picture.")
     freeze_vision_tower: bool = shared("freeze_vision_tower", True)
     classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
@@ -85,7 +86,7 @@ class PlannerOptions:
     def __post_init__(self) -> None:
         """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
-                     "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
+                     "max_new_tokens", "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
                      "usd_per_hour"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
@@ -107,7 +108,7 @@ class PlannerOptions:
         if self.technique:
             return (self.technique,)
         takes_4_bits = self.parallel is None or PARALLELISMS[self.parallel].takes_4_bits
-        is_chat = not (self.classes or self.tiles or task_of(self).compares)
+        is_chat = not (self.classes or self.tiles or task_of(self).reads_log_probs)
         if not (is_chat and takes_4_bits) and not self.quantization:
             return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
         return tuple(TECHNIQUES)
@@ -184,7 +185,7 @@ def job_of(options: PlannerOptions) -> Job:
         batch=BatchShape(
             options.per_device_train_batch_size,
             options.max_length,
-            labelled=1 if options.classes else options.max_target_length or options.max_length,
+            labelled=1 if options.classes else options.max_target_length or _learnt(options),
             classes=options.classes,
             target_length=options.max_target_length or 0,
             tiles=options.tiles or 0,
@@ -202,6 +203,18 @@ def job_of(options: PlannerOptions) -> Job:
         trains_tower=not options.freeze_vision_tower,
         cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
     )
+
+
+def _learnt(options: PlannerOptions) -> int:
+    """Return the tokens of a row that are learnt: all, but with rewards those of the answer, which ends the row."""
+    if not task_of(options).rewards:
+        return options.max_length
+    if options.max_length <= options.max_new_tokens:
+        raise BadInputError(
+            f"--seq-len is {options.max_length}, but an answer may take --max-new-tokens {options.max_new_tokens} of "
+            "it: pass a longer row, or shorter answers."
+        )
+    return options.max_new_tokens
 
 
 def task_of(options: PlannerOptions) -> Task:
@@ -226,8 +239,8 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         rows=MOST_EVALUATED_AT_ONCE,
         length=options.max_length,
         labelled=1 if options.classes else target_length,
-        prompt_length=options.max_length,
-        new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
+        prompt_length=options.max_length - options.max_new_tokens * task_of(options).rewards,
+        new_tokens=0 if options.classes else target_length if summarizes else options.max_new_tokens,
         beams=RunConfig.num_beams if summarizes else 1,
         judged=is_judged,
         has_independent_judge=is_judged,

@@ -14,7 +14,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
 from common.data.pictures import picture_ids, reference_to
-from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
+from common.data.rows import IGNORED_LABEL, Tokens, first_tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import any_shape_config, load_tokenizer, longest_readable
 from common.models.real_models import MINILM
@@ -60,7 +60,7 @@ def rows_of_run(run: RunConfig) -> Rows:
             f"fewer, pass --seq-len {run.max_length}."
         ) from None
     return Rows(
-        longest_rows(train, run.per_device_train_batch_size, run.task),
+        longest_rows(train, run.prompts_per_rank if run.goal.rewards else run.per_device_train_batch_size, run.task),
         longest_rows(validation, run.rows_evaluated_at_once, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
@@ -97,7 +97,10 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
         raise BadInputError(f"--seq-len is {tokens}, but {run.model} reads {readable}: pass --seq-len {readable}.")
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
-    labelled = 1 if classes else summary or tokens - 1
+    answer = run.max_new_tokens if run.goal.rewards else 0
+    if tokens <= answer:
+        raise BadInputError(f"--seq-len is {tokens}, but an answer may take {answer}: pass {answer + 1} or more.")
+    labelled = 1 if classes else summary or answer or tokens - 1
     return with_tiles(run, BatchShape(
         run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary, task=run.task
     ))  # fmt: skip
@@ -115,13 +118,16 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     elif batch.target_length:
         labels = list(islice(cycle(ordinary), batch.target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
+    if run.goal.rewards:  # the prompt alone, with the columns of a real one
+        prompt = first_tokens(row, tokens - run.max_new_tokens)
+        row = {**prompt, "asked": load_splits(run).train[0]}
     if run.goal.compares:  # both answers are learnt whole, but for a first token, which is their prompt
         rejected = [*ids[:1], *islice(cycle(ordinary), 2, tokens + 1)]
         row |= {"labels": [IGNORED_LABEL, *ids[1:]], "rejected_ids": rejected}
     if run.goal.sees:
         row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
-        [row] * batch.rows,
+        [row] * (run.prompts_per_rank if run.goal.rewards else batch.rows),
         [row] * run.rows_evaluated_at_once,
         run.train_rows if run.train_rows > 0 else None,
         "by --seq-len, all of it learnt" + " but a picture's tokens" * run.goal.sees,

@@ -76,6 +76,7 @@ class BetweenSteps:
         return [
             numbers(Kind.WEIGHTS, what, self.parameters - self.of_tower, each, self.weight_ranks),
             numbers(Kind.WEIGHTS, "vision tower and connector", self.of_tower, each, self.weight_ranks),
+            numbers(Kind.WEIGHTS, "copy of the model before training", self.parameters * self.job.keeps_copy, each),
         ]
 
     def _quantized_weights(self) -> list[Term]:

@@ -155,6 +155,7 @@ class Job(HasSpecs):
     trains_tower: bool = False  # in full, with its connector
     sums_gradients_after: bool = False  # by a plain loop, after the backward pass, without DDP
     draws_weights: bool = False  # at random, module by module; else each rank reads its part of files
+    compares_with_base: bool = False  # the loss reads the model before training; with pairs of answers it always does
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_BYTES:
@@ -167,7 +168,12 @@ class Job(HasSpecs):
     @property
     def reads_reference(self) -> bool:
         """Whether each step also reads its rows with the adapters off, as the reference."""
-        return self.batch.goal.compares and self.method.has_adapters
+        return (self.batch.goal.compares or self.compares_with_base) and self.method.has_adapters
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether a copy of the model before training stays beside the one that is trained in full."""
+        return self.compares_with_base and not self.method.has_adapters
 
     @property
     def head_positions(self) -> int:
@@ -377,6 +383,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         trains_tower=run.goal.sees and not run.freeze_vision_tower,
         sums_gradients_after=run.loop == "machines" and run.gradient_exchange == "after",
         draws_weights=run.weights == "random",
+        compares_with_base=run.goal.rewards and run.beta > 0,
     )
 
 

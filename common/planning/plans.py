@@ -14,7 +14,7 @@ from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
-from common.planning.phase_times import PhaseTimes, phase_times
+from common.planning.phase_times import PhaseTimes, generating_time, phase_times
 from common.planning.phases import TRAINING, Phase, PhaseSums
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.searches import largest
@@ -201,7 +201,9 @@ class Plan:
         return evaluating(largest(fits_beside, MOST_EVALUATED_AT_ONCE, MOST_EVALUATED_AT_ONCE) or 1)
 
     def _evaluating(self, rows: int) -> "Plan":
-        return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
+        job = replace(self.job, evaluation=replace(self.job.evaluation, rows=rows))
+        generating_s = generating_time(self.architecture, job, self.cluster.gpus[0])
+        return replace(self, job=job, time=replace(self.time, generating_s=generating_s))
 
     @property
     def rows_per_step(self) -> int:
@@ -289,6 +291,7 @@ def make_plan(
     memories = tuple(memory_of(share, gpu) for share, gpu in zip(placed, cluster.gpus, strict=True))
     speeds = list(map(cache(lambda gpu: speed_of(gpu, job, calibration)), cluster.gpus))
     time, sources = step_time(architecture, job, cluster, placed, speeds), dict.fromkeys(each.source for each in speeds)
+    time = replace(time, generating_s=generating_time(architecture, job, cluster.gpus[0]))
     return Plan(architecture, job, cluster, placed, memories, time, tuple(sources), placed_by_hand=shares is not None)
 
 

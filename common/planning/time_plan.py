@@ -213,12 +213,13 @@ class StepTime:
     bubble_s: float  # in which a device waits for others
     optimizer_s: float
     sent_gb: float  # by one rank, in 10^9 bytes
+    generating_s: float = 0.0  # with rewards: the answers that are learnt from
     terms: tuple[str, ...] = field(default=(), repr=False)  # in words, for `--explain`
 
     @property
     def total_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.exposed_s + self.bubble_s + self.optimizer_s
+        return self.compute_s + self.exposed_s + self.bubble_s + self.optimizer_s + self.generating_s
 
 
 def step_time(
@@ -255,7 +256,7 @@ def step_time(
         communication_s /= job.accumulation_steps
         exposed_s /= job.accumulation_steps
     return StepTime(
-        slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
+        slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9, terms=
         (
             f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s"
             + speeds[0].in_words(part, job, shares[0], cluster.gpus[0]),

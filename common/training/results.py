@@ -75,7 +75,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
     """Return what the record says of training; called on every rank, `world` comes from `check_training`.
 
     `reporting_s`, the part of `train_time_s` that went into logging, validation and checkpoints, is left out of tokens
-    per second and MFU.
+    per second and MFU, and so is what went into answers to learn from.
     """
     log, run, state = loop.log, loop.run, loop.state
     log.memory.training_ended()
@@ -97,7 +97,7 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
         "saves": loop.saver.for_record(),
-        **speed_figures(loop, tokens / (train_time_s - reporting_s), log.gpu()),
+        **speed_figures(loop, tokens / (train_time_s - reporting_s - loop.work.generating_s), log.gpu()),
         **loop.updates.figures(),
         "training_losses": losses,
         "validation_losses": validation_losses,
