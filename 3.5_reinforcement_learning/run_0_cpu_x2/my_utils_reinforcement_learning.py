@@ -7,15 +7,21 @@ from collections.abc import Sequence
 
 import torch
 from peft import PeftModel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.data.rows import NO_ROW
-from common.tasks.preferences import token_log_probs
-from common.tasks.rewards import batch_to_learn
-from common.tasks.sampling import Answers, answers_to, seed_of
+from common.data.rows import NO_ROW, Row, Tokens
+from common.data.templates import prompt_ids
+from common.runtime.recorder import RunRecorder
+from common.tasks.answers import report_evaluation
+from common.tasks.predictions import predict_rows
+from common.tasks.preferences import LabelEvaluation, scored, token_log_probs
+from common.tasks.rewards import rewards_of
+from common.tasks.sampling import Answers, answers_to, distinct_share, seed_of
 from common.training.answer_logits import Batch, on_device
 from common.training.loop import TrainingLoop
+from common.training.steps import Tokenizer
 
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")  # 1000 to 2099: no prompt of this folder's data has one
 EPSILON = 1e-4  # of TRL: groups whose rewards are equal have no deviation
@@ -55,6 +61,20 @@ def advantages_in_groups(rewards: torch.Tensor, size: int) -> torch.Tensor:
     """
     groups = rewards.view(-1, size)
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + EPSILON)).flatten()
+
+
+def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> dict[str, Any]:
+    """Return prompts with their answers, padded on the right to a multiple, each of shape (answers, tokens)."""
+    rows = [torch.tensor([*prompt["input_ids"], *ids]) for prompt, ids in zip(prompts, answers, strict=True)]
+    begins = torch.tensor([len(prompt["input_ids"]) for prompt in prompts]).unsqueeze(1)
+    ends = torch.tensor(list(map(len, rows))).unsqueeze(1)
+    filler = torch.full((-(-max(map(len, rows)) // max(1, multiple)) * max(1, multiple),), pad)
+    places = torch.arange(len(filler))
+    return {
+        "input_ids": pad_sequence([*rows, filler], batch_first=True, padding_value=pad)[:-1],
+        "attention_mask": (places < ends).long(),
+        "completion_mask": ((places >= begins) & (places < ends)).long(),
+    }
 
 
 def batches_to_learn(loop: TrainingLoop, answers: Answers, advantages: torch.Tensor) -> list[tuple[Batch, bool]]:
@@ -122,3 +142,36 @@ def note_rewards(loop: TrainingLoop, answers: Answers, rewards: torch.Tensor) ->
         print(f"WARNING: all answers to a prompt have the same reward, such as {rewards[0]:g}: nothing can be learnt")
     if not ended:
         print(f"WARNING: no answer has ended within --max_new_tokens {loop.run.max_new_tokens}: pass more")
+
+
+@dataclass(frozen=True)
+class RewardEvaluation(LabelEvaluation):
+    """What a model answers to all prompts, and the rewards of its answers."""
+
+    def __str__(self) -> str:
+        return f"reward {self.mean('reward'):.3f}, {super().__str__()}"
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return the metrics for the record."""
+        return {"reward": self.mean("reward"), "ended_share": self.mean("ended"), **super().summary()}
+
+
+def evaluate_rewards(
+    model: PreTrainedModel, tokenizer: Tokenizer, rows: Sequence[Row], log: RunRecorder, when: str
+) -> RewardEvaluation:
+    """Answer each prompt greedily and score the answers; sample some, to see how diverse they are."""
+    prompts = [{"input_ids": ids, "asked": row} for ids, row in zip(prompt_ids(rows, tokenizer), rows, strict=True)]
+
+    def rewarded(numbers: list[int]) -> list[tuple[str, bool, float]]:
+        answers = answers_to(model, tokenizer, [prompts[number] for number in numbers], log.run)
+        return list(zip(answers.texts, answers.ended, rewards_of(answers, log.run).tolist(), strict=True))
+
+    lengths = [len(prompt["input_ids"]) for prompt in prompts]
+    found = predict_rows(log, lengths, "answers", when, rewarded, model)
+    answers = [
+        {**scored(number, row, answer), "reward": reward, "ended": ended}
+        for number, (row, (answer, ended, reward)) in enumerate(zip(rows, found, strict=True))
+    ]
+    evaluation = RewardEvaluation(answers, distinct_share(model, tokenizer, rows, log, when))
+    report_evaluation(evaluation, rows, log, when)
+    return evaluation

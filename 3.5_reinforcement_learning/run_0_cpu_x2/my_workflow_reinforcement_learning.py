@@ -18,6 +18,7 @@ import torch
 from my_utils_reinforcement_learning import (
     advantages_in_groups,
     batches_to_learn,
+    evaluate_rewards,
     log_probs_of,
     note_rewards,
     reference_log_probs,
@@ -34,7 +35,7 @@ from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.rewards import evaluate_rewards, rewards_of
+from common.tasks.rewards import rewards_of
 from common.training.answer_logits import Batch
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop

@@ -86,8 +86,8 @@ class PlannerOptions:
     def __post_init__(self) -> None:
         """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
-                     "max_new_tokens", "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
-                     "usd_per_hour"):  # fmt: skip
+                     "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "rows_per_epoch",
+                     "gpu_memory_gib", "gpu_tflops", "usd_per_hour"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
                 raise BadInputError(

@@ -8,26 +8,20 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase as Tokenizer
 
 from common.base.errors import BadInputError, begin_of, first_sentence
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, names_in
 from common.data.batches import Collate
-from common.data.rows import IGNORED_LABEL, Row, Tokens
-from common.data.templates import prompt_ids
-from common.runtime.recorder import RunRecorder
-from common.tasks.answers import report_evaluation
+from common.data.rows import IGNORED_LABEL, Tokens
 from common.tasks.objectives import REWARD, VALIDATION_LOSS, Objective
-from common.tasks.predictions import predict_rows
-from common.tasks.preferences import LabelEvaluation, prepare_for_log_probs, scored, token_log_probs
-from common.tasks.sampling import Answers, answers_to, distinct_share
+from common.tasks.preferences import prepare_for_log_probs, token_log_probs
+from common.tasks.sampling import Answers, answers_to
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -121,28 +115,15 @@ def _prompt_collator(tokenizer: Tokenizer, *_: object) -> Collate:
     return collate
 
 
-def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> dict[str, Any]:
-    """Return prompts with their answers, padded on the right to a multiple, each of shape (answers, tokens)."""
-    rows = [torch.tensor([*prompt["input_ids"], *ids]) for prompt, ids in zip(prompts, answers, strict=True)]
-    begins = torch.tensor([len(prompt["input_ids"]) for prompt in prompts]).unsqueeze(1)
-    ends = torch.tensor(list(map(len, rows))).unsqueeze(1)
-    filler = torch.full((-(-max(map(len, rows)) // max(1, multiple)) * max(1, multiple),), pad)
-    places = torch.arange(len(filler))
-    return {
-        "input_ids": pad_sequence([*rows, filler], batch_first=True, padding_value=pad)[:-1],
-        "attention_mask": (places < ends).long(),
-        "completion_mask": ((places >= begins) & (places < ends)).long(),
-    }
-
-
 def policy_gradient(
     run: RunConfig, model: PreTrainedModel, module: torch.nn.Module, batch: dict[str, Any]
 ) -> torch.Tensor:
     """Return a loss that takes the memory of a step on answers, as long as they may be: minus their log-probability."""
     if "prompts" in batch:
-        pad, rows = batch["tokenizer"].pad_token_id, batch["prompts"]
-        made = batch_to_learn(rows, [[pad] * run.max_new_tokens] * len(rows), pad, run.pad_to_multiple_of)
-        batch = {name: each.to(model.device) for name, each in made.items()}
+        ids, mask = (batch[name].to(model.device) for name in ("input_ids", "attention_mask"))
+        answers = ids.new_ones(len(ids), run.max_new_tokens)
+        parts = {"input_ids": ids, "attention_mask": mask, "completion_mask": 0 * mask}
+        batch = {name: torch.cat([of_prompts, answers], dim=1) for name, of_prompts in parts.items()}
     return -token_log_probs(module, batch).sum()
 
 
@@ -169,39 +150,3 @@ REWARDS = Objective(
     pair_results=greedy_rewards,
     prepare=lambda model, run: prepare_for_log_probs(model, run.temperature),
 )
-
-
-# -- at the end
-
-
-@dataclass(frozen=True)
-class RewardEvaluation(LabelEvaluation):
-    """What a model answers to all prompts, and the rewards of its answers."""
-
-    def __str__(self) -> str:
-        return f"reward {self.mean('reward'):.3f}, {super().__str__()}"
-
-    def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record."""
-        return {"reward": self.mean("reward"), "ended_share": self.mean("ended"), **super().summary()}
-
-
-def evaluate_rewards(
-    model: PreTrainedModel, tokenizer: Tokenizer, rows: Sequence[Row], log: RunRecorder, when: str
-) -> RewardEvaluation:
-    """Answer each prompt greedily and score the answers; sample some, to see how diverse they are."""
-    prompts = [{"input_ids": ids, "asked": row} for ids, row in zip(prompt_ids(rows, tokenizer), rows, strict=True)]
-
-    def rewarded(numbers: list[int]) -> list[tuple[str, bool, float]]:
-        answers = answers_to(model, tokenizer, [prompts[number] for number in numbers], log.run)
-        return list(zip(answers.texts, answers.ended, rewards_of(answers, log.run).tolist(), strict=True))
-
-    lengths = [len(prompt["input_ids"]) for prompt in prompts]
-    found = predict_rows(log, lengths, "answers", when, rewarded, model)
-    answers = [
-        {**scored(number, row, answer), "reward": reward, "ended": ended}
-        for number, (row, (answer, ended, reward)) in enumerate(zip(rows, found, strict=True))
-    ]
-    evaluation = RewardEvaluation(answers, distinct_share(model, tokenizer, rows, log, when))
-    report_evaluation(evaluation, rows, log, when)
-    return evaluation
