@@ -4,6 +4,7 @@ import copy
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
@@ -63,7 +64,7 @@ def advantages_in_groups(rewards: torch.Tensor, size: int) -> torch.Tensor:
     return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + EPSILON)).flatten()
 
 
-def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> dict[str, Any]:
+def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> Batch:
     """Return prompts with their answers, padded on the right to a multiple, each of shape (answers, tokens)."""
     rows = [torch.tensor([*prompt["input_ids"], *ids]) for prompt, ids in zip(prompts, answers, strict=True)]
     begins = torch.tensor([len(prompt["input_ids"]) for prompt in prompts]).unsqueeze(1)
