@@ -19,7 +19,9 @@ KEPT = (
     "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
     "use_rslora", "trainable_token_indices",
 )  # fmt: skip
-"""Settings that a resumed run shares; others show in rows, ranks and steps, or may change, such as when to save."""
+OF_REWARDS = ("reward", "reward_weights", "num_generations", "num_iterations", "temperature", "epsilon", "loss_type",
+              "max_new_tokens")  # fmt: skip
+"""Settings that a resumed run shares (with rewards these, too); others show in rows, ranks and steps, or may change, such as when to save."""
 
 
 def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -29,6 +31,8 @@ def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) 
     """
     settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
     settings["target_modules"] = ",".join(sorted(run.target_names))
+    if run.goal.rewards:
+        settings |= {name: getattr(run, name) for name in OF_REWARDS}
     if run.goal.summarizes:
         settings["partitions"] = run.partition_count
     if run.parallelism.pipelines:

@@ -16,6 +16,8 @@ SUMMARIES = ("--train_rows", "33", "--validation_rows", "4", "--test_rows", "2",
              "--max_new_tokens", "2")  # fmt: skip
 PAIRS = ("--train_rows", "33", "--validation_rows", "8", "--test_rows", "2", "--num_train_epochs", "2", "--eval_steps",
          "0.1", "--save_steps", "0.1", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
+ANSWERS = (*PAIRS[:-2], "--max_new_tokens", "4", "--max_steps", "-1", "--num_generations", "2", "--reward",
+           "tests.recipes.varied_reward:varied")  # fmt: skip
 WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
     "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
@@ -28,6 +30,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
                  (*SUMMARIES, "--batch_size", "8")),
     "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
                     (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
+    "rewards": ("3.5_reinforcement_learning/run_0_cpu_x1/my_workflow_reinforcement_learning.py", 1, (*ANSWERS,
+                "--technique", "lora", "--parallel", "single", "--batch_size", "32")),
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 

@@ -91,5 +91,6 @@ def tiny_models(
         "summarization": strong_summarizer,
         "visual_questions": tiny_vision_model,
         "preferences": tiny_chat_model,
+        "rewards": tiny_chat_model,
         "roberta": encoders["roberta"],
     }

@@ -13,4 +13,5 @@ CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 SUMMARIZATION = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
 PREFERENCES = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
+REWARDED = REPOSITORY / "3.5_reinforcement_learning" / "run_0_cpu_x1"
 BASE, VISION_BASE = (REPOSITORY / "assets" / name for name in ("embedded_base", "embedded_vision_base"))

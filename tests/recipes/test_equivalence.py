@@ -33,6 +33,7 @@ from tests.recipes.folders import (
     PP,
     PREFERENCES,
     QLORA,
+    REWARDED,
     SHARDED,
     SUMMARIZATION,
 )
@@ -56,11 +57,14 @@ OF_TASK = {
     "summarization": ("--max_new_tokens", "2", "--num_beams", "1"),
     "visual_questions": ("--independent_judge", "none", "--max_new_tokens", "1"),
     "preferences": ("--max_new_tokens", "1"),
+    "rewards": ("--max_new_tokens", "6", "--num_generations", "2", "--reward", "tests.recipes.varied_reward:varied"),
 }
 ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
 OF_RANK = ("--batch_size", "4")
 TWO_COPIES = ("--batch_size", "2", "--devices", "4", "--dp_replicate_size", "2")
+TWO_ANSWERS = ("--batch_size", "16")
+"""Of rewards: to each of eight prompts."""
 ACCUMULATED = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
 STAGES = (*WHOLE_BATCH, "--micro_batches", "4")
 STAGES_ACCUMULATED = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--micro_batches", "2")
@@ -139,6 +143,12 @@ ONE = {
             ("preferences", PREFERENCES, "full", "1.6", "0.05"),
             ("preferences", PREFERENCES, "lora", "15", "0.003"),
         )
+    },
+    **{
+        f"rewards, {technique}": one_device_of(
+            technique, REWARDED, "--technique", technique, *TWO_ANSWERS, task="rewards", sgd=sgd(clip, rate)
+        )
+        for technique, clip, rate in (("full", "1.6", "0.05"), ("lora", "15", "0.003"))
     },
     "summarization": one_device_of(
         "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
@@ -228,6 +238,9 @@ CASES = [
         for way, size in (("DDP", OF_RANK), ("DDP, accumulated", ACCUMULATED))
         for technique in ("full", "lora")
     ),
+    of_task("rewards", "DDP", "full", "--batch_size", "8"),
+    of_task("rewards", "DDP", "lora", "--batch_size", "8"),
+    of_task("rewards", "DDP, accumulated", "full", "--batch_size", "4", "--gradient_accumulation_steps", "2"),
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
     summarizing("plain loop, Accelerate", ACCELERATE, *OF_RANK),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK),
@@ -242,7 +255,8 @@ IN_TEST_ALL = {
     "DDP, accumulated, full", "FSDP2, hybrid, lora", "FSDP2, accumulated, lora", "ZeRO-1, lora", "ZeRO-2, full",
     "ZeRO-3, lora", "PP, GPipe, lora", "classification, DDP, full", "classification, PP, lora",
     "classification, TP, accumulated, full", "visual_questions, DDP, full", "preferences, DDP, lora",
-    "preferences, DDP, accumulated, full", "summarization, Seq2SeqTrainer, accumulated, full",
+    "preferences, DDP, accumulated, full", "rewards, DDP, lora", "rewards, DDP, accumulated, full",
+    "summarization, Seq2SeqTrainer, accumulated, full",
     "summarization, plain loop, torch.distributed, accumulated, full",
 }  # fmt: skip
 """Cases that `make test` leaves out: it has their strategy, technique and way to accumulate in other pairs."""
