@@ -1,4 +1,4 @@
-"""The tables of text classification (3.1), questions about pictures (3.3) and preference tuning (3.4)."""
+"""The tables of text classification (3.1), pictures (3.3), preference tuning (3.4) and reinforcement learning (3.5)."""
 
 from functools import partial
 from itertools import product
@@ -170,6 +170,11 @@ TABLES = {
         lambda records: [*rewarded(records), *waiting_for_task(records, "rewards")],
         ("setting", "figures", "model_id", "devices", "seeds", REWARD, DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER,
          Column("Generating + learning", _generating_time), "mean_time", "speedup_of_task", "planned", "command"),
+    ),
+    "rewards-front": Table(
+        rewarded,
+        ("model_id", "machine", "setting", "seeds", REWARD, DATES, FACTS_SAID, SAMPLES_DIFFER, "mean_time as Time"),
+        shared=("Model", "Machine"),
     ),
     "answers-compared": Table(
         lambda records: [row for row in (*preferred(records), *rewarded(records)) if len(row["world"]) == 1],

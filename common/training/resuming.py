@@ -17,11 +17,10 @@ KEPT = (
     "technique", "task", "weights", "precision", "quantization", "picture_noise", "train_on", "max_length",
     "max_target_length", "beta", "exchange_answers", "warmup_steps", "lr_scheduler_type", "optim", "weight_decay",
     "max_grad_norm", "target_modules", "freeze_vision_tower", "lora_r", "lora_alpha", "lora_dropout",
-    "use_rslora", "trainable_token_indices",
+    "use_rslora", "trainable_token_indices", "loss_type", "reward", "reward_weights", "num_generations",
+    "num_iterations", "temperature", "epsilon",
 )  # fmt: skip
-OF_REWARDS = ("reward", "reward_weights", "num_generations", "num_iterations", "temperature", "epsilon", "loss_type",
-              "max_new_tokens")  # fmt: skip
-"""Settings that a resumed run shares (with rewards these, too); others show in rows, ranks and steps, or may change, such as when to save."""
+"""Settings that a resumed run shares; others show in rows, ranks and steps, or may change, such as when to save."""
 
 
 def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def about_run(run: RunConfig, rows: int, data: Mapping[str, str] | None = None) 
     settings: dict[str, Any] = {name: getattr(run, name) for name in KEPT}
     settings["target_modules"] = ",".join(sorted(run.target_names))
     if run.goal.rewards:
-        settings |= {name: getattr(run, name) for name in OF_REWARDS}
+        settings["max_new_tokens"] = run.max_new_tokens
     if run.goal.summarizes:
         settings["partitions"] = run.partition_count
     if run.parallelism.pipelines:

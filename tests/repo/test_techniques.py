@@ -20,6 +20,7 @@ CALLS = {
     "3.1": ("parallelize_module",),
     "3.2": ("prepare", "Seq2SeqTrainer", "all_reduce"),
     "3.4": ("logsigmoid",),
+    "3.5": ("clamp",),
 }
 """By technique, what its libraries do it with."""
 BY_THE_TASK = {"3.4": {"pair_results": "common.tasks.preferences"}}
