@@ -48,7 +48,9 @@ def check_prompts(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         whole = [*asked, {**NO_ANSWER, "content": "an answer"}]
         checked = check_conversation({**kept, "messages": whole}, where, train_on="completion")
         messages = [*checked["messages"][:-1], NO_ANSWER]
-        yield placed({**checked, "messages": messages, "columns": columns}, place)
+        yield placed(
+            {**checked, "messages": messages, "columns": columns | {name: checked[name] for name in kept}}, place
+        )
 
 
 def tokenize_prompts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:

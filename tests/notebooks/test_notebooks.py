@@ -45,6 +45,7 @@ DIFFERENT_COPIES = (
     "3.1_text_classification/run_1_a100_80g_x2/text_classification_nblaunch.ipynb",
     "3.3_visual_question_answering/run_1_a6000_48g_x1/visual_question_answering.ipynb",  # accumulation, workers
     "3.4_preference_tuning/run_1_a6000_48g_x1/preference_tuning.ipynb",  # checkpointing
+    "3.5_reinforcement_learning/run_1_a6000_48g_x1/reinforcement_learning.ipynb",  # accumulation
 )
 """Of each technique, the copy for a GPU with most settings of its own; `make soak` runs the others."""
 FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ipynb")
@@ -54,10 +55,11 @@ REFUSING = (
     "text_classification_nblaunch", "visual_question_answering",
 )  # fmt: skip
 """One for each way to start, and to be told: a parameter, `settings`, or a recipe's."""
-CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering", "tuning")
+CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering", "tuning", "learning")
 """Last words of the notebooks that start no ranks."""
 OWN_DATA = {
     "visual": ({"image": "{n}.png", "question": "Is it red? {n}", "answer": "A little."}, {}),
+    "reinforcement": ({"question": "Is {n} even?", "facts": "{parity}"}, {}),
     "preference": ({"prompt": "Is {n} even?", "chosen": "It is {parity}.", "rejected": "Who knows?"}, {}),
     "classification": (
         {"claim": "The number {n} is here.", "kind": "{parity}"},
@@ -77,6 +79,7 @@ PICTURES = {
     "classification": {"accuracy.png", "confusion.png", "memory.png"},
     "visual": {"losses.png", "memory.png", "gallery.png"},
     "preference": {"losses.png", "memory.png", "log_probs.png"},
+    "reinforcement": {"rewards.png", "memory.png"},
     "pp": {"losses.png", "memory.png", "timeline.png"},
     "qlora": {"losses.png", "memory.png", "levels.png"},
     "fsdp": {"losses.png", "memory.png", "held.png"},
@@ -128,8 +131,8 @@ def execute(path: Path, folder: Path, asked: dict[str, object]) -> None:
 
 
 def small_run(path: Path) -> dict[str, object]:
-    classifies = "classification" in path.stem
-    return {name: value for name, value in SMALL.items() if not (classifies and name == "max_new_tokens")}
+    classifies, of_steps = "classification" in path.stem, {"max_steps": -1} if "reinforcement" in path.stem else {}
+    return {name: value for name, value in SMALL.items() if not (classifies and name == "max_new_tokens")} | of_steps
 
 
 def own_data(path: Path, folder: Path) -> dict[str, object]:
@@ -171,6 +174,7 @@ def test_there_are_notebooks() -> None:
         "summarization_torchrun.ipynb",
         "visual_question_answering.ipynb",
         "preference_tuning.ipynb",
+        "reinforcement_learning.ipynb",
     }
     assert {str(path.relative_to(REPOSITORY)) for path in COPIES} >= set(DIFFERENT_COPIES)
     assert len(COMPARING) == 2

@@ -225,6 +225,7 @@ OWN = {
     "3.2": ["summarization-loops", "summarization-network"],
     "3.3": ["pictures-settings", "pictures-kinds"],
     "3.4": ["preferences-settings"],
+    "3.5": ["rewards-settings"],
 }
 """By the number of a folder: tables of its runs."""
 
