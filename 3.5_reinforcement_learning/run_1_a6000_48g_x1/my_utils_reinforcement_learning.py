@@ -128,20 +128,22 @@ def reference_log_probs(loop: TrainingLoop, reference: PreTrainedModel | None, b
 
 def note_rewards(loop: TrainingLoop, answers: Answers, rewards: torch.Tensor) -> None:
     """Count the step's rewards for the log, and after the first step say what would teach nothing."""
-    groups = rewards.view(-1, loop.run.num_generations)
-    differ, ended = (groups.std(1) > 0).float().mean().item(), sum(answers.ended) / len(answers.ended)
-    loop.note(
-        reward=rewards.mean().item(),
-        groups_that_differ=differ,
-        answer_tokens=sum(map(len, answers.ids)) / len(answers.ids),
-        ended_share=ended,
-    )
+    counted = torch.tensor([row["row"] != NO_ROW for row in answers.prompts])  # the others only fill a step up
+    differ = (rewards.view(-1, loop.run.num_generations).std(1) > 0).repeat_interleave(loop.run.num_generations)
+    figures = {
+        "reward": rewards,
+        "groups_that_differ": differ,
+        "answer_tokens": torch.tensor(list(map(len, answers.ids))),
+        "ended_share": torch.tensor(answers.ended),
+    }
+    loop.note(count=counted.sum().item(), **{name: each[counted].sum().item() for name, each in figures.items()})
     if loop.state.global_step or not loop.rank.is_main:
         return
-    print(f"first step: {len(rewards)} answers, mean reward {rewards.mean():.3f}; {differ:.0%} of the groups differ")
-    if not differ:
+    share = differ.float().mean()
+    print(f"first step: {len(rewards)} answers, mean reward {rewards.mean():.3f}; {share:.0%} of the groups differ")
+    if not differ.any():
         print(f"WARNING: all answers to a prompt have the same reward, such as {rewards[0]:g}: nothing can be learnt")
-    if not ended:
+    if not any(answers.ended):
         print(f"WARNING: no answer has ended within --max_new_tokens {loop.run.max_new_tokens}: pass more")
 
 

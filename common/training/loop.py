@@ -248,9 +248,9 @@ class TrainingLoop:
         """Count a loss that was computed elsewhere, as by a pipeline's schedule, for the next log."""
         self.loss_sum += loss.detach()
 
-    def note(self, **figures: float) -> None:
-        """Count figures of a step, the same ones on every rank, for the next log, which has their means."""
-        self.noted = {name: self.noted.get(name, 0.0) + value for name, value in figures.items()}
+    def note(self, **sums: float) -> None:
+        """Add sums of a step, and their `count`, the same ones on every rank: the next log has the means."""
+        self.noted = {name: self.noted.get(name, 0.0) + value for name, value in sums.items()}
 
     def update(self) -> None:
         """Clip the gradients, take the optimizer's step, and forget them; a RunStoppedError if they are not finite."""
@@ -287,8 +287,10 @@ class TrainingLoop:
             if self.control.should_log:
                 steps = self.state.global_step - self.logged_step
                 loss = self.part.sum_over_ranks(self.loss_sum).item() / steps
-                means = self.part.sum_over_ranks(self.loss_sum.new_tensor([*self.noted.values()])) / steps
-                noted = dict(zip(self.noted, (means / self.rank.world_size).tolist(), strict=True))
+                totals = self.part.sum_over_ranks(self.loss_sum.new_tensor([*self.noted.values()])).tolist()
+                noted = dict(zip(self.noted, totals, strict=True))
+                count = noted.pop("count", 1)
+                noted = {name: total / count for name, total in noted.items()}
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
                 self.noted = {}
                 norm = float(self.grad_norm)

@@ -31,7 +31,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
                     (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
     "rewards": ("3.5_reinforcement_learning/run_0_cpu_x1/my_workflow_reinforcement_learning.py", 1, (*ANSWERS,
-                "--technique", "lora", "--parallel", "single", "--batch_size", "32")),
+                "--technique", "lora", "--lora_dropout", "0", "--parallel", "single", "--batch_size",
+                "32")),
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 

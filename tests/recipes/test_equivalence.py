@@ -148,7 +148,7 @@ ONE = {
         f"rewards, {technique}": one_device_of(
             technique, REWARDED, "--technique", technique, *TWO_ANSWERS, task="rewards", sgd=sgd(clip, rate)
         )
-        for technique, clip, rate in (("full", "1.6", "0.05"), ("lora", "15", "0.003"))
+        for technique, clip, rate in (("full", "1.83", "0.05"), ("lora", "13.7", "0.003"))
     },
     "summarization": one_device_of(
         "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
@@ -394,12 +394,16 @@ def largest_difference(mine: Weights, theirs: Weights) -> float:
 
 
 def loss_difference(one: Trained, other: Trained, steps: int) -> float:
-    """Relative, of the steps' losses and of the validations, before the first and after each."""
+    """Relative, of the steps' losses and of the validations, before the first and after each.
+
+    With rewards a step's loss is a mean of advantages, and near 0: its difference is absolute.
+    """
     found = []
     for kind in ("training_losses", "validation_losses"):
         mine, theirs = one.losses(kind), other.losses(kind)
         assert len(mine) == len(theirs) == steps + (kind == "validation_losses")
-        found += [abs(a - b) / a for a, b in zip(mine, theirs, strict=True)]
+        size = 1 if one.record["config"]["task"] == "rewards" and kind == "training_losses" else None
+        found += [abs(a - b) / (size or abs(a)) for a, b in zip(mine, theirs, strict=True)]
     return torch.tensor(found).max().item()  # Python's own would pass over what is no number
 
 
@@ -449,7 +453,8 @@ def test_one_devices_steps_are_fit_to_compare_with(case: Case, one: Trained, tin
     accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or [] if step]
     _, best = min(accuracies if case.task == "classification" else losses)  # of equals the first
     assert record["checkpoints"]["best"] == f"checkpoint-{best}"
-    assert len({loss for loss, _ in losses}) == 5
+    same = case.task == "rewards"  # the last rate is small, and greedy answers may not change
+    assert len({loss for loss, _ in losses}) >= 5 - same
     assert largest_difference(*start_and_end(case, one, tiny_models)) > 1e-3
 
 

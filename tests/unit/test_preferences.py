@@ -255,18 +255,19 @@ def test_a_summary_compares_with_the_reference() -> None:
         for facts, invents, words in ((2, False, 4), (1, True, 8), (0, True, 6))
     ]
     log_probs, reference = [(-1.0, -2.0), (-5.0, -3.0), (-4.0, -9.0)], [(-2.0, -2.0), (-7.0, -4.0), (-3.0, -9.0)]
-    before = PreferenceEvaluation(answers, reference, None, 0.1).summary()
+    before = PreferenceEvaluation(answers, 0.5, reference, None, 0.1).summary()
     of_answers = {
         "facts_said_share": 0.5,
         "invented_dates_share": 2 / 3,
         "undated_share": 1 / 3,
         "words": 6,
+        "distinct_share": 0.5,
         "questions": 3,
     }
     compared = {"preference_accuracy", "reward_margin", "chosen_reward"}
     assert {name: before.pop(name) for name in compared} == dict.fromkeys(compared)
     assert before == pytest.approx({"chosen_likelier_share": 1 / 3, **of_answers})
-    assert PreferenceEvaluation(answers, log_probs, reference, 0.1).summary() == pytest.approx({
+    assert PreferenceEvaluation(answers, 0.5, log_probs, reference, 0.1).summary() == pytest.approx({
         "preference_accuracy": 2 / 3,
         "reward_margin": 0.1 * (1 + 1 - 1) / 3,
         "chosen_reward": 0.1 * (1 + 2 - 1) / 3,
