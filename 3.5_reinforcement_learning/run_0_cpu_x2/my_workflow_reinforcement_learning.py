@@ -63,7 +63,7 @@ RUN = RunConfig(
     eval_steps=0.25,
     per_device_eval_batch_size=64,
 )
-LORA = {"learning_rate": 2e-4, "lora_dropout": 0.0}  # (1)
+LORA = {"learning_rate": 5e-5, "lora_dropout": 0.0}  # (1)
 # what `--all` runs
 SETTINGS = [
     ["--technique", each, "--parallel", parallel] for each in ("full", "lora") for parallel in ("single", "ddp")
