@@ -120,7 +120,7 @@ class PhaseSums:
 
     def _answering_beside(self, name: str, rows: int) -> Phase:
         """Return a phase of generating answers to so many prompts at once, beside all that training keeps."""
-        moments = self._answers(self.job.weight_bytes, rows).items()
+        moments = self._answers(self.job.weight_bytes, rows, trains=True).items()
         kept = self._trained.between_steps
         return self._phase(name, "trained model, optimizer", *((moment, [*kept, *terms]) for moment, terms in moments))
 
@@ -347,10 +347,10 @@ class PhaseSums:
             *(self._trained.summed(rows * length) if trains else []),
         ]
 
-    def _answers(self, a: int, answered: int) -> dict[str, list[Term]]:
+    def _answers(self, a: int, answered: int, trains: bool = False) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
         rows, length = answered * self.shape.beams, self.shape.prompt_length
-        reading = [*self._layer(answered, length, length, a), *self._images(answered)]
+        reading = [*self._layer(answered, length, length, a, trains), *self._images(answered)]
         if not self.shape.new_tokens:
             return {"labels": reading}
         size, last = rows * self.architecture.vocab * (a + 4), length + self.shape.new_tokens

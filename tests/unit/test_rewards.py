@@ -17,6 +17,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
 from common.data.prompts import check_prompts, tokenize_prompts
 from common.data.rows import Row, Splits
 from common.data.splits import load_splits
@@ -398,3 +399,28 @@ def test_code_to_run_is_named_by_who_starts_a_run_and_not_in_a_file(tmp_path: Pa
     with pytest.raises(BadInputError, match="names code to run"):
         parse_overrides(run_of(), ["--config", str(tmp_path / "of_others.yaml")])
     assert parse_overrides(run_of(), ["--reward", "mine:score"]).reward == "mine:score"
+
+
+def test_what_teaches_nothing_is_said_after_the_first_step(
+    loop_of: Callable, folder: tuple, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = loop_of(max_new_tokens=1)
+    answers = folder[1].sample_groups(loop, prompts_of(loop))
+    folder[1].note_rewards(loop, answers, torch.tensor([1.0, 0.0] * 4))
+    said = capsys.readouterr().out
+    assert ("100% of the groups differ" in said, "have the same reward" in said) == (True, False)
+    assert ("no answer has ended" in said) == (not any(answers.ended))
+    folder[1].note_rewards(loop, answers, torch.ones(8))
+    assert "WARNING: all answers to a prompt have the same reward, such as 1" in capsys.readouterr().out
+    assert loop.noted == pytest.approx({
+        "count": 16, "reward": 12, "groups_that_differ": 8, "answer_tokens": 16, "ended_share": 2 * sum(answers.ended),
+    })  # fmt: skip
+
+
+def test_a_prompt_without_room_for_its_answer_is_refused(tiny: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Who made it, and when, and of what?"}\n' * 3)
+    run = run_of(
+        model=tiny, data=str(tmp_path / "rows.jsonl"), max_new_tokens=120, max_length=128, results_root=str(tmp_path)
+    )
+    with pytest.raises(BadInputError, match=r"takes 1\d\d tokens with its answer .* has positions for 128"):
+        check_inputs(run)
