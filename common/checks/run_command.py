@@ -165,13 +165,15 @@ def _settings(plan: Plan) -> dict[str, object]:
         "gradient_checkpointing": job.gradient_checkpointing,
         "per_device_train_batch_size": job.batch.rows,
         "gradient_accumulation_steps": job.accumulation_steps,
-        "max_length": job.batch.length,
+        "max_length": job.batch.length - job.batch.labelled * job.batch.goal.rewards,  # with rewards of the prompt
         **({"freeze_vision_tower": not job.trains_tower} if plan.architecture.tower else {}),
         "target_modules": ",".join(named) or ("all" if job.trains_all else "all-linear"),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
     }
+    if job.batch.goal.rewards:
+        wanted["max_new_tokens"] = job.batch.labelled
     if job.evaluation:
         wanted["per_device_eval_batch_size"] = job.evaluation.rows
     if job.method.has_adapters:
