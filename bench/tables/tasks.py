@@ -6,7 +6,7 @@ from statistics import fmean
 
 from bench.tables.footnotes import footnote
 from bench.tables.table import NOT_PUBLISHED, Table, published, waiting_for_task
-from common.base.specs import PARALLELISMS
+from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.columns import NO_BASELINE, Column
 from common.reporting.rows import NOT_RUN, Row, clock, in_parts, setting_name, settings_of_task
@@ -15,7 +15,26 @@ from common.reporting.tasks import ACCURACY, ALLOWED, DATES, FACTS, REWARD, SAMP
 classified = partial(settings_of_task, task="classification")
 answered = partial(settings_of_task, task="visual_questions")
 preferred = partial(settings_of_task, task="preferences")
-rewarded = partial(settings_of_task, task="rewards")
+
+
+def rewarded(records: list[Record]) -> list[Row]:
+    """Return a row for each setting with rewards; another loss, and the control, come last."""
+    return sorted(settings_of_task(records, "rewards"), key=_is_other)
+
+
+def _is_other(row: Row) -> bool:
+    """Return whether a run has another loss than its task's own, or is a control."""
+    config = row["config"]
+    turned = config.get("exchange_answers") or "-" in config.get("reward_weights", "")
+    return bool(turned) or config.get("loss_type", "auto") != "auto"
+
+
+def _compared(records: list[Record]) -> list[Row]:
+    """Return what was learnt on one device from chosen answers, from pairs, and from a reward, without variants."""
+    rows = [row for row in (*preferred(records), *rewarded(records)) if len(row["world"]) == 1]
+    plain = [row for row in rows if not _is_other(row) or row["config"].get("loss_type") == "sft"]
+    return sorted(plain, key=lambda row: row["config"].get("loss_type") != "sft")
+
 
 # -- text classification
 
@@ -105,6 +124,7 @@ def _learnt_from(row: Row) -> str:
 
 
 FACTS_SAID = FACTS.titled("Fact recall")
+TRAINED = Column("Trained", lambda row: TECHNIQUES[row["technique"]].short)
 DRIFT = Column("KL divergence", "quality.after.answer_drift", "{:.3f}", over_seeds=True)
 
 TABLES = {
@@ -163,7 +183,7 @@ TABLES = {
     ),
     "found 3.5": Table(
         rewarded,
-        (Column("Setting", _shorter), "short_devices", REWARD, DATES, FACTS_SAID, SAMPLES_DIFFER, "mean_time as Time"),
+        (Column("Setting", _shorter), "short_devices", DATES, FACTS_SAID, "mean_time as Time"),
         footnote=footnote,
     ),
     "rewards-settings": Table(
@@ -177,10 +197,14 @@ TABLES = {
         shared=("Model", "Machine"),
     ),
     "answers-compared": Table(
-        lambda records: [row for row in (*preferred(records), *rewarded(records)) if len(row["world"]) == 1],
-        (Column("Learnt from", _learnt_from), Column("Setting", _shorter), DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER,
-         DRIFT, "mean_time as Time"),
+        _compared,
+        (Column("Learnt from", _learnt_from), TRAINED, DATES, DRIFT, "mean_time as Time"),
         footnote=footnote,
+    ),
+    "answers-compared-all": Table(
+        _compared,
+        (Column("Learnt from", _learnt_from), TRAINED, "seeds", DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER, DRIFT,
+         Column("General loss", "quality.after.general_loss", "{:.3f}", over_seeds=True), "mean_time as Time"),
     ),
     "preferences-front": Table(
         preferred,
