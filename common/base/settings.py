@@ -187,6 +187,12 @@ class TrainingSettings:
     epsilon: float = setting(
         0.2, "With rewards: how far a token's ratio counts: 1 - epsilon to 1 + epsilon.", ABOVE_0, REWARDS
     )
+    use_vllm: bool = setting(
+        False,
+        "With rewards, on GPUs: vLLM answers, beside training on the same GPU; answers then depend on their batch.",
+        REWARDS,
+        OnlyFor("GPUs", lambda run: run.device == "cuda"),
+    )
     loss_type: Literal["auto", "sigmoid", "sft", "dapo", "grpo"] = setting(
         "auto",
         "With preferences: sigmoid (DPO; auto), or sft: the chosen answers alone. With rewards: mean over all tokens "

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from common.base.errors import BadInputError, reading
+from common.base.errors import BadInputError, check_installed, reading
 from common.base.paths import REPOSITORY, command_here
 from common.base.run_config import SHARDED_OPTIMIZERS, RunConfig, check_choice, names_in
 from common.base.run_folders import literal_of, workflow_does
@@ -199,6 +199,8 @@ def _check_parallelism(run: RunConfig) -> None:
 def _check_log_probs(run: RunConfig) -> None:
     if run.goal.rewards:
         reward_functions(run)
+    if run.use_vllm:
+        check_installed("vllm", "use_vllm is True", "`pip install 'trl[vllm]'`, or leave --use_vllm out")
     if not (run.goal.reads_log_probs and run.method.has_adapters):
         return
     if run.targets_head:

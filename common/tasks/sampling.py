@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase as Tokenizer
 
 from common.base.run_config import RunConfig
-from common.data.answer_ends import stops_of
+from common.data.answer_ends import Stops, stops_of
 from common.data.rows import Row, Tokens
 from common.data.templates import prompt_ids
 from common.runtime.recorder import RunRecorder
@@ -59,7 +59,7 @@ def answers_to(
     """Return an answer to each prompt, sampled where there are seeds, else greedy; as many at once as are evaluated."""
     order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]["input_ids"]))
     stops = stops_of(tokenizer, model.generation_config.eos_token_id)
-    found: dict[int, tuple[list[int], bool]] = {}
+    found: dict[int, list[int]] = {}
     was_training = model.training
     model.eval()
     for start in range(0, len(order), run.rows_evaluated_at_once):
@@ -71,13 +71,17 @@ def answers_to(
             **batch, max_new_tokens=run.max_new_tokens, do_sample=False, logits_processor=noise,
             **stops.settings(tokenizer),
         )  # fmt: skip
-        for place, ids in zip(places, generated[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
-            end = next((number for number, each in enumerate(ids) if each in stops.token_ids), None)
-            found[place] = (ids[: end + 1], True) if end is not None else (ids, False)
+        found |= zip(places, generated[:, batch["input_ids"].shape[1] :].tolist(), strict=True)
     model.train(was_training)
-    ids, ended = zip(*(found[place] for place in range(len(prompts))), strict=True)
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return Answers(list(prompts), list(ids), list(map(stops.cut, texts)), list(ended))
+    return ended_answers(tokenizer, stops, prompts, [found[place] for place in range(len(prompts))])
+
+
+def ended_answers(tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Tokens], ids: Sequence[list[int]]) -> Answers:
+    """Return generated tokens up to the first one that ends an answer, as answers to the prompts."""
+    ends = [next((n for n, token in enumerate(each) if token in stops.token_ids), None) for each in ids]
+    whole = [each if end is None else each[: end + 1] for each, end in zip(ids, ends, strict=True)]
+    texts = map(stops.cut, tokenizer.batch_decode(whole, skip_special_tokens=True))
+    return Answers(list(prompts), whole, list(texts), [end is not None for end in ends])
 
 
 def seed_of(*numbers: int) -> int:

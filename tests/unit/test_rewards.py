@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.checks import inputs
 from common.checks.inputs import check_inputs
 from common.data.prompts import check_prompts, tokenize_prompts
 from common.data.rows import Row, Splits
@@ -424,3 +426,53 @@ def test_a_prompt_without_room_for_its_answer_is_refused(tiny: str, tmp_path: Pa
     )
     with pytest.raises(BadInputError, match=r"takes 1\d\d tokens with its answer .* has positions for 128"):
         check_inputs(run)
+
+
+# -- vLLM
+
+
+class EchoingVllm:
+    """Stands in for TRL's class: answers with two tokens and an end token, and goes on behind it."""
+
+    def __init__(self, model: LlamaForCausalLM, accelerator: object, tokenizer: Any, **settings: Any) -> None:
+        self.model, self.tokenizer, self.settings, self.synced = model, tokenizer, settings, []
+
+    def sync_weights(self) -> None:
+        self.synced.append(self.model.lm_head.weight.sum().item())
+
+    def generate(self, prompts: list[list[int]], images: None, num_generations: int) -> tuple:
+        end = self.tokenizer.eos_token_id
+        ids = [[prompt[1], prompt[2], end, prompt[3]] if n % 2 else prompt[:4] for n, prompt in enumerate(prompts)]
+        return prompts, ids, None, None
+
+
+def test_what_vllm_answers_is_taken_up_to_its_end_with_the_weights_of_now(
+    loop_of: Callable, folder: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl.generation.vllm_generation.VLLMGeneration", EchoingVllm)
+    loop = loop_of(temperature=0.7)
+    assert folder[1].vllm_of(loop) is None
+    loop.run = replace(loop.run, device="cuda", use_vllm=True)
+    vllm = folder[1].vllm_of(loop)
+    about = {"temperature": 0.7, "max_completion_length": NEW_TOKENS, "enable_sleep_mode": True}
+    assert vllm.settings.items() >= about.items()
+    answers = folder[1].sample_groups(loop, prompts_of(loop), vllm)
+    with torch.no_grad():
+        loop.model.lm_head.weight += 1
+    folder[1].sample_groups(loop, prompts_of(loop), vllm)
+    assert vllm.synced[0] != vllm.synced[1]
+    assert answers.ended == [False, True] * 4
+    assert [len(ids) for ids in answers.ids] == [4, 3] * 4
+    assert answers.ids[1][-1] == loop.tokenizer.eos_token_id
+
+
+def test_vllm_is_refused_without_a_gpu_and_where_it_is_not_installed(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadInputError, match="use_vllm is True, which is for GPUs: leave --use_vllm out"):
+        run_of(use_vllm=True)
+    for check in ("check_gpus", "check_threads"):
+        monkeypatch.setattr(inputs, check, lambda run: None)
+    run = run_of(model=tiny, max_length=100, use_vllm=True, device="cuda", gpu="RTX A6000 48GB")
+    with pytest.raises(BadInputError, match="vllm is not installed: `pip install 'trl"):
+        inputs.check_settings(replace(run, results_root=str(tmp_path)))
