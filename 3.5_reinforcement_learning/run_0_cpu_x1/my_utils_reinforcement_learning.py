@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -21,8 +19,8 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.answers import report_evaluation
 from common.tasks.predictions import predict_rows
 from common.tasks.preferences import LabelEvaluation, scored, token_log_probs
-from common.tasks.rewards import rewards_of
 from common.tasks.sampling import Answers, answers_to, distinct_share, ended_answers, seed_of
+from common.tasks.scoring import rewards_of
 from common.training.answer_logits import Batch, on_device
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer
@@ -63,6 +61,7 @@ def vllm_of(loop: TrainingLoop) -> Any:
     run = loop.run
     if not run.use_vllm:
         return None
+    from accelerate import Accelerator
     from trl.generation.vllm_generation import VLLMGeneration  # here: it needs the package vllm
 
     return VLLMGeneration(
@@ -151,7 +150,7 @@ def log_probs_of(loop: TrainingLoop, module: torch.nn.Module, batch: Batch) -> t
         return token_log_probs(module, batch)
 
 
-def reference_of(model: PreTrainedModel | PeftModel, run: RunConfig) -> PreTrainedModel | None:
+def reference_of(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | None:
     """Return a copy of the model before training, where the loss reads it; with adapters none is needed."""
     if not run.beta or run.method.has_adapters:
         return None

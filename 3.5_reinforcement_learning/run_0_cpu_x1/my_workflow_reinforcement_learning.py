@@ -36,7 +36,7 @@ from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.rewards import rewards_of
+from common.tasks.scoring import rewards_of
 from common.training.answer_logits import Batch
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop

@@ -5,26 +5,28 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
+from common.data.answer_ends import stops_of
 from common.data.rows import NO_ROW, Row, Tokens
 from common.data.templates import prompt_ids
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import report_evaluation
 from common.tasks.predictions import predict_rows
 from common.tasks.preferences import LabelEvaluation, scored, token_log_probs
-from common.tasks.rewards import rewards_of
-from common.tasks.sampling import Answers, answers_to, distinct_share, seed_of
+from common.tasks.sampling import Answers, answers_to, distinct_share, ended_answers, seed_of
+from common.tasks.scoring import rewards_of
 from common.training.answer_logits import Batch, on_device
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer
 
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")  # 1000 to 2099: no prompt of this folder's data has one
+VLLM_SHARE = 0.3  # of the GPU's memory, for its weights and cache
 EPSILON = 1e-4  # of TRL: groups whose rewards are equal have no deviation
 
 
@@ -43,13 +45,51 @@ def names_without_year(
     return scores
 
 
-def sample_groups(loop: TrainingLoop, prompts: Batch) -> Answers:
-    """Sample `num_generations` answers to each prompt, by the model as it is now."""
+def is_right(completions: Sequence[list[dict[str, str]]], answer: Sequence[str], **_: object) -> list[float]:
+    """Return 1 for an answer whose first number is the right one; `answer` is a column of the rows."""
+    numbers = [re.findall(r"\d+", message["content"]) for (message,) in completions]
+    return [float(found[:1] == [right]) for found, right in zip(numbers, answer, strict=True)]
+
+
+def is_brief(completions: Sequence[list[dict[str, str]]], **_: object) -> list[float]:
+    """Return 1 for an answer that is a number alone, as it was asked for."""
+    return [float(message["content"].strip().isdigit()) for (message,) in completions]
+
+
+def vllm_of(loop: TrainingLoop) -> Any:
+    """Return vLLM with the model's weights, which sleeps while the model trains; None where a run does without it."""
+    run = loop.run
+    if not run.use_vllm:
+        return None
+    from accelerate import Accelerator
+    from trl.generation.vllm_generation import VLLMGeneration  # here: it needs the package vllm
+
+    return VLLMGeneration(
+        loop.model,
+        Accelerator(),
+        loop.tokenizer,
+        gpu_memory_utilization=VLLM_SHARE,
+        max_model_length=run.max_length + run.max_new_tokens,
+        max_num_seqs=run.rows_evaluated_at_once,
+        enable_sleep_mode=True,
+        temperature=run.temperature,
+        max_completion_length=run.max_new_tokens,
+    )
+
+
+def sample_groups(loop: TrainingLoop, prompts: Batch, vllm: Any = None) -> Answers:
+    """Sample `num_generations` answers to each prompt, by the model as it is now, or by `vllm_of` it."""
     run, rows, start_s = loop.run, prompts["prompts"], time.perf_counter()
     numbered = [(row, number) for row in rows for number in range(run.num_generations)]
     seeds = [seed_of(run.seed, loop.state.global_step, row["row"], number) for row, number in numbered]
+    asked = [row for row, _ in numbered]
     with loop.log.memory.phase("rollouts"):
-        answers = answers_to(loop.model, loop.tokenizer, [row for row, _ in numbered], run, seeds)
+        if vllm:
+            vllm.sync_weights()
+            _, ids, *_ = vllm.generate([row["input_ids"] for row in asked], images=None, num_generations=1)
+            answers = ended_answers(loop.tokenizer, stops_of(loop.tokenizer), asked, ids)
+        else:
+            answers = answers_to(loop.model, loop.tokenizer, asked, run, seeds)
     loop.work.tokens += answers.tokens - int(prompts["attention_mask"].sum())  # each prompt once was counted before
     loop.work.generating_s += time.perf_counter() - start_s
     return answers
@@ -110,7 +150,7 @@ def log_probs_of(loop: TrainingLoop, module: torch.nn.Module, batch: Batch) -> t
         return token_log_probs(module, batch)
 
 
-def reference_of(model: PreTrainedModel | PeftModel, run: RunConfig) -> PreTrainedModel | None:
+def reference_of(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | None:
     """Return a copy of the model before training, where the loss reads it; with adapters none is needed."""
     if not run.beta or run.method.has_adapters:
         return None

@@ -24,6 +24,7 @@ from my_utils_reinforcement_learning import (
     reference_log_probs,
     reference_of,
     sample_groups,
+    vllm_of,
 )
 from transformers import PreTrainedModel
 
@@ -35,7 +36,7 @@ from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.rewards import rewards_of
+from common.tasks.scoring import rewards_of
 from common.training.answer_logits import Batch
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
@@ -97,11 +98,11 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
     with log.phase("build trainer"):
         replica = data_parallel(model, log.rank)
         loop = TrainingLoop(replica, tokenizer, data, log)
-        reference = reference_of(model, run)
+        reference, vllm = reference_of(model, run), vllm_of(loop)
     with log.phase("training"):
         for step in loop.steps():
             ((prompts, _),) = step
-            answers = sample_groups(loop, prompts)  # (3)
+            answers = sample_groups(loop, prompts, vllm)  # (3)
             rewards = rewards_of(answers, run)  # (4)
             note_rewards(loop, answers, rewards)
             batches = batches_to_learn(loop, answers, advantages_in_groups(rewards, run.num_generations))

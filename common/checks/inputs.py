@@ -51,7 +51,7 @@ from common.runtime.disks import check_free_for_run, may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.forgetting import general_rows
-from common.tasks.rewards import reward_functions
+from common.tasks.scoring import reward_functions
 from common.training.optimizers import make_schedule, optimizer_class, training_arguments
 from common.training.part import part_class
 from common.training.resuming import check_checkpoint, digests_of

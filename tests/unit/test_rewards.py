@@ -29,8 +29,8 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.tasks.rewards import rewards_of
 from common.tasks.sampling import Answers, answers_to, seed_of
+from common.tasks.scoring import rewards_of
 from common.training.loop import TrainingLoop
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -1,0 +1,88 @@
+"""Rewards: functions that score answers, called as by TRL's trainers; several are added up with their weights."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pkgutil import resolve_name
+
+import torch
+
+from common.base.errors import BadInputError, begin_of, first_sentence
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, names_in
+from common.tasks.sampling import Answers
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+@contextmanager
+def folder_of_run(run: RunConfig) -> Iterator[None]:
+    """Find modules of the run's own folder, wherever the command was given."""
+    sys.path.insert(0, str(REPOSITORY / run.run_folder))
+    yield
+    sys.path.pop(0)
+
+
+def reward_functions(run: RunConfig) -> list[tuple[Reward, float]]:
+    """Import the run's rewards, and return each with its weight.
+
+    Raises:
+        BadInputError: there is none of that name, or there are not as many weights.
+    """
+    names = [name for name in names_in(run.reward) if name]
+    weights = run.reward_weights or ",".join(["1"] * len(names))
+    try:
+        numbers = [float(each) for each in names_in(weights)]
+    except ValueError:
+        numbers = []
+    if not names or len(names) != len(numbers) or not all(map(math.isfinite, numbers)):
+        raise BadInputError(
+            f"reward is {run.reward!r} and reward_weights {run.reward_weights!r}: pass functions as module:function, "
+            "such as my_rewards:score, with commas between, and a number for each, or no weights."
+        )
+    functions = []
+    for name in names:
+        try:
+            with folder_of_run(run):
+                functions.append(resolve_name(name))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise BadInputError(
+                f"reward is {name}, which cannot be imported ({first_sentence(error)}): write it as module:function, "
+                "of a module in the run folder, or where the command is given."
+            ) from None
+        if not callable(functions[-1]) or inspect.iscoroutinefunction(functions[-1]):
+            raise BadInputError(f"reward is {name}, which is no function that returns numbers: name another.")
+    return list(zip(functions, numbers, strict=True))
+
+
+def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
+    """Return the weighted sum of the run's rewards of each answer, shape (answers,), fp32.
+
+    Raises:
+        BadInputError: a reward raises, returns other than a number for each answer, or None of all of them.
+    """
+    rows = [row["asked"] for row in answers.prompts]
+    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    given = {
+        **columns,
+        "prompts": [row["messages"][:-1] for row in rows],
+        "completions": [[{"role": "assistant", "content": text}] for text in answers.texts],
+        "completion_ids": answers.ids,
+    }
+    total = torch.zeros(len(rows))
+    for (function, weight), name in zip(reward_functions(run), names_in(run.reward), strict=True):
+        try:
+            found = list(function(**given))
+            scores = torch.tensor([0.0 if score is None else float(score) for score in found])
+        except Exception as error:  # of the user's own code
+            raise BadInputError(f"The reward {name} fails: {type(error).__name__}: {first_sentence(error)}") from error
+        wrong = next((score for score in scores.tolist() if not math.isfinite(score)), None)
+        if len(scores) != len(rows) or wrong is not None or all(score is None for score in found):
+            raise BadInputError(
+                f"The reward {name} returns {begin_of(found, 60)} for {len(rows)} answers: return a finite number for "
+                "each, or None for those that it does not apply to."
+            )
+        total += weight * scores
+    return total
