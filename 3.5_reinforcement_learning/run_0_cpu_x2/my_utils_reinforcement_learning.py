@@ -46,9 +46,9 @@ def names_without_year(
 
 
 def is_right(completions: Sequence[list[dict[str, str]]], answer: Sequence[str], **_: object) -> list[float]:
-    """Return 1 for an answer whose first number is the right one; `answer` is a column of the rows."""
+    """Return 1 for an answer whose last number is the right one; `answer` is a column of the rows."""
     numbers = [re.findall(r"\d+", message["content"]) for (message,) in completions]
-    return [float(found[:1] == [right]) for found, right in zip(numbers, answer, strict=True)]
+    return [float(found[-1:] == [right]) for found, right in zip(numbers, answer, strict=True)]
 
 
 def is_brief(completions: Sequence[list[dict[str, str]]], **_: object) -> list[float]:
