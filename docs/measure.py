@@ -24,6 +24,7 @@ FOLDERS = {
     "lora-ddp": "2.2_lora_finetuning_with_ddp/run_0_cpu_x2",
     "qlora": "2.3_qlora_finetuning/run_0_cpu_x1",
     "full": "2.4_full_finetuning/run_0_cpu_x1",
+    "rewards-ddp": "3.5_reinforcement_learning/run_0_cpu_x2",
 }
 ALL_ROWS, STEPS = 819, 312  # six epochs of all rows
 ROWS = (50, 100, 200, 400, ALL_ROWS)
@@ -43,6 +44,20 @@ REAL_SETTINGS = {
 REAL_RATES = {"lora": (3e-5, 1e-4, 3e-4, 1e-3), "qlora": (1e-4,), "full": (3e-5, 1e-4, 3e-4), "lora-ddp": (3e-5,)}
 SEEDS = {"lora": 3e-5, "full": 1e-4}
 """Techniques that are measured with three seeds, at this rate."""
+REAL_REWARDS = {
+    "model": SMOLLM2,
+    "data": "assets/sums",
+    "reward": "my_utils_reinforcement_learning:is_right",
+    "technique": "full",
+    "parallel": "ddp",
+    "learning_rate": 3e-5,
+    "warmup_steps": 2,
+    "max_steps": 15,
+    "eval_steps": 5,
+    "per_device_train_batch_size": 16,
+    "max_new_tokens": 24,
+}
+"""Two ranks answer two prompts each in a step, eight times."""
 
 
 class Trial(NamedTuple):
@@ -86,11 +101,12 @@ def own_data_trials() -> list[Trial]:
 
 
 def real_trials() -> list[Trial]:
-    """Return the runs of a real model, with steps of eight rows."""
+    """Return the runs of a real model: on docstrings with steps of eight rows, and on sums with a reward."""
     usual = [(name, rate, 8, RunConfig.seed) for name, rates in REAL_RATES.items() for rate in rates]
     ranks = [("lora", rate, 32, RunConfig.seed) for rate in REAL_RATES["lora"][:2]]
     seeds = [(name, rate, 8, seed) for name, rate in SEEDS.items() for seed in (7, 8)]
-    return [_real_trial(*each) for each in (*usual, *ranks, *seeds)]
+    rewards = Trial("rewards-ddp", f"real-rewards-ddp-seed{RunConfig.seed}", REAL_REWARDS)
+    return [*(_real_trial(*each) for each in (*usual, *ranks, *seeds)), rewards]
 
 
 def _real_trial(technique: str, rate: float, rank: int, seed: int) -> Trial:
@@ -109,7 +125,7 @@ def main() -> None:
     study = REAL if is_real else STUDY
     one_rank, several = [], []
     for trial in real_trials() if is_real else own_data_trials():
-        (several if trial.technique == "lora-ddp" else one_rank).append(trial)
+        (several if trial.technique.endswith("ddp") else one_rank).append(trial)
     with ThreadPool(PROCESSES) as pool:
         pool.map(lambda trial: trial.run(study), one_rank, chunksize=1)
     for trial in several:

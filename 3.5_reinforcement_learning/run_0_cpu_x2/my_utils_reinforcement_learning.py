@@ -51,11 +51,6 @@ def is_right(completions: Sequence[list[dict[str, str]]], answer: Sequence[str],
     return [float(found[-1:] == [right]) for found, right in zip(numbers, answer, strict=True)]
 
 
-def is_brief(completions: Sequence[list[dict[str, str]]], **_: object) -> list[float]:
-    """Return 1 for an answer that is a number alone, as it was asked for."""
-    return [float(message["content"].strip().isdigit()) for (message,) in completions]
-
-
 def vllm_of(loop: TrainingLoop) -> Any:
     """Return vLLM with the model's weights, which sleeps while the model trains; None where a run does without it."""
     run = loop.run

@@ -1,19 +1,33 @@
 """The tables of docs/real_model.md, of the records of docs/measure.py and bench/variants.py."""
 
+from statistics import fmean
+
 from bench.page.runs import rise_on_general_texts
 from bench.tables.table import Table, column
+from bench.tables.tasks import generating_time
 from common.base.run_config import RunConfig
 from common.records.store import REAL, VARIANTS, Record, kept_records
 from common.reporting.columns import Column
-from common.reporting.rows import Row, completed, grouped, kind_name, kind_of
-from common.reporting.tasks import ROUGE_L
+from common.reporting.rows import Row, completed, grouped, kind_name, kind_of, settings_of_task
+from common.reporting.tasks import REWARD, ROUGE_L
 
 ORDER = ("Full fine-tuning", "LoRA", "LoRA with DDP", "QLoRA")
 
 
 def real_runs() -> list[Record]:
-    """Return the completed runs on the real model."""
-    return completed(kept_records(REAL))
+    """Return the completed runs on the real model that learn from docstrings."""
+    return [run for run in completed(kept_records(REAL)) if run["config"]["task"] == "chat"]
+
+
+def rewarded_runs(_: list[Record]) -> list[Row]:
+    """Return those that learn from a reward."""
+    return settings_of_task(kept_records(REAL), "rewards")
+
+
+def _sampled_right(row: Row) -> str:
+    """Return the share of right answers among those of the first step, and of the last five on average."""
+    rewards = [reward for _, reward in row["rollouts"]["reward"]]
+    return f"{rewards[0]:.0%} to {fmean(rewards[-5:]):.0%}"
 
 
 def settings(_: list[Record] | None = None) -> list[Row]:
@@ -83,6 +97,18 @@ TABLES = {
     "real-forgetting": Table(
         settings,
         (*WHAT, *FORGOTTEN),
+    ),
+    "real-rewards": Table(
+        rewarded_runs,
+        (
+            WHAT[0],
+            REWARD.titled("Right answers"),
+            Column("Samples right in a step", _sampled_right),
+            FORGOTTEN[0].titled("General texts"),
+            FORGOTTEN[1],
+            Column("Answering + learning", generating_time),
+            Column("Peak RSS (GiB)", peak_rss_gib, "{:.2f}"),
+        ),
     ),
     "real-variants": Table(
         variants,

@@ -243,7 +243,7 @@ def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str)
         gradient_checkpointing=bool(options.gradient_checkpointing),
         per_device_train_batch_size=job.batch.rows,
         target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
-        max_length=job.batch.length,
+        **job.batch.lengths,
         **adapters,
         **({"max_target_length": summaries} if summaries else {}),
     )

@@ -81,7 +81,9 @@ def command_of_run(run: RunConfig, device: str) -> str:
     """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda)."""
     adapters = ("lora_r", "lora_dropout") if run.method.has_adapters else ()
     lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
-    wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths, "model", "model_revision")}
+    answers = ("max_new_tokens",) if run.goal.rewards else ()
+    names = (*TRIED, *adapters, *lengths, *answers, "model", "model_revision")
+    wanted = {name: getattr(run, name) for name in names}
     return _command(run, run.task, device, wanted, run.nodes)
 
 
@@ -165,15 +167,13 @@ def _settings(plan: Plan) -> dict[str, object]:
         "gradient_checkpointing": job.gradient_checkpointing,
         "per_device_train_batch_size": job.batch.rows,
         "gradient_accumulation_steps": job.accumulation_steps,
-        "max_length": job.batch.length - job.batch.labelled * job.batch.goal.rewards,  # with rewards of the prompt
+        **job.batch.lengths,
         **({"freeze_vision_tower": not job.trains_tower} if plan.architecture.tower else {}),
         "target_modules": ",".join(named) or ("all" if job.trains_all else "all-linear"),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
     }
-    if job.batch.goal.rewards:
-        wanted["max_new_tokens"] = job.batch.labelled
     if job.evaluation:
         wanted["per_device_eval_batch_size"] = job.evaluation.rows
     if job.method.has_adapters:

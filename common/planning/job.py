@@ -65,6 +65,12 @@ class BatchShape:
         """Of all rows, padding included; of an encoder-decoder those of the encoder."""
         return self.sequences * self.length
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The settings of a run that has such rows; with rewards a row is a prompt and its answer."""
+        answer = self.labelled if self.goal.rewards else 0
+        return {"max_length": self.length - answer, **({"max_new_tokens": answer} if answer else {})}
+
     def padded_to(self, multiple: int) -> "BatchShape":
         """Return the batch with rows (and summaries) padded to a multiple of so many tokens; 0 = as it is."""
         if not multiple:

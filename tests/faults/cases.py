@@ -30,14 +30,13 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
                  (*SUMMARIES, "--batch_size", "8")),
     "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
                     (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
-    "rewards": ("3.5_reinforcement_learning/run_0_cpu_x1/my_workflow_reinforcement_learning.py", 1, (*ANSWERS,
-                "--technique", "lora", "--lora_dropout", "0", "--parallel", "single", "--batch_size",
-                "32")),
+    "rewards": ("3.5_reinforcement_learning/run_0_cpu_x1/my_workflow_reinforcement_learning.py", 2, (*ANSWERS,
+                "--technique", "lora", "--lora_dropout", "0", "--parallel", "ddp", "--batch_size", "16")),
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 
-Of code there are four kinds: the Trainer's steps (single, ddp), a loop that is written out for shards and stages (fsdp,
-pp) and for replicas (machines), and the Trainer with a reference (preferences).
+Of code there are five kinds: the Trainer's steps (single, ddp), a loop that is written out for shards and stages (fsdp,
+pp) and for replicas (machines), the Trainer with a reference (preferences), and a loop that samples its rows (rewards).
 """
 
 

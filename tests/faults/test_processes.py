@@ -31,7 +31,9 @@ AT_STEP_4 = "rank=1 step=4 point=batch"
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 
 
-@pytest.mark.parametrize("technique", cases(["ddp"], slow=["pp", "machines", "preferences"], soak=["single", "fsdp"]))
+@pytest.mark.parametrize(
+    "technique", cases(["ddp"], slow=["pp", "machines", "preferences", "rewards"], soak=["single", "fsdp"])
+)
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique)
     run.wait_for_checkpoint(3)

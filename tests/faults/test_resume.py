@@ -24,12 +24,13 @@ STOPS = {
     WITHIN_ACCUMULATION: ("raise step=5 point=batch times=2", 4),
 }
 """How a run is stopped, and the step that it resumes after. An epoch has three steps, of two accumulated batches."""
-FAST = {"single": (EPOCHS_END, WITHIN_EPOCH, WITHIN_ACCUMULATION), "rewards": (WITHIN_EPOCH,)}
+FAST = {"single": (EPOCHS_END, WITHIN_EPOCH, WITHIN_ACCUMULATION)}
 SLOW = {
     "ddp": (WITHIN_ACCUMULATION,),
     "fsdp": (WITHIN_EPOCH,),
     "pp": (EPOCHS_END, WITHIN_EPOCH),
     "machines": (EPOCHS_END, WITHIN_ACCUMULATION),
+    "rewards": (WITHIN_EPOCH,),
 }
 SOAK = {
     "fsdp": (EPOCHS_END, WITHIN_ACCUMULATION),
@@ -40,7 +41,7 @@ SOAK = {
 ACCUMULATES = ("--gradient_accumulation_steps", "2", "--batch_size")
 MORE = {
     "single": (*ACCUMULATES, "8"),
-    "rewards": (*ACCUMULATES, "16"),
+    "rewards": (*ACCUMULATES, "8"),
     "ddp": (*ACCUMULATES, "4"),
     "fsdp": (*ACCUMULATES, "4", "--technique", "lora"),
     "pp": (*ACCUMULATES, "8", "--technique", "lora"),

@@ -2,7 +2,7 @@
 
 Measured on 2026-11-25 with torch 2.13.0, Transformers 5.23.0 and PEFT 0.21.2, when rows of batches without padding came
 to be in random order; sorted by length they give those of 2026-11-21 to 1e-6 (LOG.md). Those of pictures and of
-pairs are of 2026-11-26.
+pairs are of 2026-11-26, and those of rewards of 2026-11-29.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.folders import DDP, FULL, LORA, PICTURES, PP, PREFERENCES
+from tests.recipes.folders import DDP, FULL, LORA, PICTURES, PP, PREFERENCES, REWARDED
 
 Losses = tuple[list[float], list[float]]
 """Of training and of validation."""
@@ -22,6 +22,8 @@ SOME_ROWS = (*SIX_STEPS, "--train_rows", "96", "--validation_rows", "24", "--max
 ADAPTERS = (*ALL_ROWS, "--lora_dropout", "0", "--batch_size")
 WEIGHTS = (*ALL_ROWS, "--batch_size", "16", "--learning_rate", "1e-3")
 OF_PICTURES = (*SOME_ROWS, "--independent_judge", "none", "--technique")
+OF_ANSWERS = (*SIX_STEPS, "--train_rows", "96", "--validation_rows", "24", "--batch_size", "16", "--max_new_tokens",
+              "40", "--technique")  # fmt: skip
 OF_PAIRS = (*SOME_ROWS, "--learning_rate", "1e-3", "--technique")
 LORA_LOSSES = (
     [8.521076, 8.37044, 6.558758, 5.208592, 4.264974, 3.915376],
@@ -47,6 +49,11 @@ PAIRED_FULL = (
     [0.693147, 0.693147, 0.621604, 0.517774, 0.480069, 0.456044],
     [0.693147, 0.693147, 0.597109, 0.527762, 0.48186, 0.458909, 0.452652],
 )
+REWARDED_FULL = (
+    [0.166114, 0.103595, 0.110247, 0.10307, 0.093671, 0.110052],
+    [-0.083333, -0.083333, -0.083333, -0.125, -0.208333, -0.375, -0.75],
+)
+"""Of answers that are sampled: near 0, as advantages are; and in validation minus the mean reward."""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,7 @@ PAIRED_FULL = (
         ),
         pytest.param("python", PREFERENCES, (*OF_PAIRS, "lora"), PAIRED_LORA, id="pairs"),
         pytest.param("python", PREFERENCES, (*OF_PAIRS, "full"), PAIRED_FULL, id="pairs, full", marks=pytest.mark.slow),
+        pytest.param("python", REWARDED, (*OF_ANSWERS, "full"), REWARDED_FULL, id="rewards, full"),
     ],
 )
 def test_the_first_losses_are_the_golden_ones(

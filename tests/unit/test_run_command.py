@@ -28,6 +28,7 @@ QUESTIONS = (
     "--model llama-27m --gpu cpu --seq-len 128",
     "--model roberta-large --gpu a100-80gb --gpus 2 --classes 3 --seq-len 256 --batch-size 8",
     "--model bart-large-cnn --gpu v100-16gb --gpus 4 --target-len 100 --technique full",
+    "--model llama-3.2-1b --gpu a6000 --task rewards --seq-len 256 --max-new-tokens 32 --batch-size 16",
 )
 
 
@@ -74,8 +75,8 @@ def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
             continue
         run, job = run_of(command), plan.job
         assert in_common(job_of_run(run, job.batch)) == in_common(job), command
-        rows = (run.per_device_train_batch_size, run.max_length)
-        assert rows == (job.batch.rows, job.batch.length)
+        assert run.per_device_train_batch_size == job.batch.rows
+        assert {name: getattr(run, name) for name in job.batch.lengths} == job.batch.lengths
         assert run.per_device_eval_batch_size in (0, job.evaluation.rows)  # 0: the run chooses as the planner did
         check_folder(run)  # its workflow does what is asked
         assert run.gpu == plan.cluster.gpus[0].name or run.device == "cpu"
@@ -137,12 +138,14 @@ def test_a_model_of_one_s_own_is_named_by_its_place(tmp_path: Path) -> None:
         assert (run.model, run.weights) == (str(tmp_path), "pretrained")
 
 
-def test_a_dry_run_s_command_is_its_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [{}, {"task": "rewards", "parallel": "single", "devices": 1, "max_new_tokens": 20,
+                                      "per_device_train_batch_size": 16}], ids=["chat", "rewards"])  # fmt: skip
+def test_a_dry_run_s_command_is_its_run(tmp_path: Path, own: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}))
     tried = {
         "technique": "full", "model": str(tmp_path), "precision": "bf16-mixed", "target_modules": "all",
         "gpu": find_gpu("a6000").name, "parallel": "ddp", "devices": 2, "per_device_train_batch_size": 3,
-        "max_length": 96,
+        "max_length": 96, **own,
     }  # fmt: skip
     run = run_of(command_of_run(RunConfig(**tried, weights="random"), "cuda"))
     expected = {**tried, "weights": "pretrained", "device": "cuda"}
