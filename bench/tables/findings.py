@@ -152,7 +152,7 @@ def _found_of_plans(records: list[Record]) -> Iterator[Row]:
     phases = outcomes.TABLES["memory-by-phase"](records).set_index("Phase").loc["all phases"]
     near = f"{rate['Near']} within a factor of {publications.WITHIN}"
     worst = f"at most {phases['Worst error'].lstrip('+-')}"
-    peaks = (("held-out peaks", held_out), ("the same of GRPO", grpo))
+    peaks = (("held-out peaks", held_out), ("those of GRPO", grpo))
     lines = (
         *(
             ("memory of a GPU", what, "published", row["Points"], row["Mean error"], f"{row['Within 15 %']} within 15%")
