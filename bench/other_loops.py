@@ -8,7 +8,7 @@ from common.planning.job import Job
 from common.planning.layer_activations import LayerActivations
 from common.planning.memory_plan import DeviceSums, Moment
 from common.planning.shares import Share
-from common.planning.terms import Term, activations, times_each
+from common.planning.terms import Kind, Term, activations, numbers, times_each
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class OtherJob(Job):
     """A decoder's job in 16 bits in a loop that is not this repository's; inputs of adapters are cast to fp32.
 
     Attributes:
-        logit_bytes: Bytes per logit at the highest moment of a loss that has all logits at once; 0 = they come in
-            chunks of tokens.
+        logit_bytes: Bytes per logit at the highest moment of the loss, which has all logits at once, or those of
+            `chunk_rows` tokens; 0 = they come in chunks as this repository's.
         is_under_autocast: As Transformers' Trainer with `bf16` or `fp16`; else adapters compute in their own format.
         has_16_bit_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
         has_16_bit_embeddings: Embeddings, norms and head of a quantized base keep their dtype; PEFT's
@@ -25,6 +25,8 @@ class OtherJob(Job):
         first_fsdp: `FullyShardedDataParallel`, with reentrant checkpointing, which keeps the inputs of layers, and
             their gradients, until the backward pass has ended (torch/distributed/fsdp/_runtime_utils.py:
             `_register_post_backward_reshard_only_hook`).
+        chunk_rows: Tokens of a chunk of the loss; 0 = as `logit_bytes` says.
+        has_reference_adapter: A second adapter, which is not trained, is on the device.
     """
 
     logit_bytes: int = 0
@@ -32,6 +34,13 @@ class OtherJob(Job):
     has_16_bit_adapters: bool = False
     has_16_bit_embeddings: bool = False
     first_fsdp: bool = False
+    chunk_rows: int = 0
+    has_reference_adapter: bool = False
+
+    @property
+    def has_all_logits(self) -> bool:
+        """Whether the loss has all logits at once."""
+        return self.logit_bytes > 0 and not self.chunk_rows
 
     @property
     def trained_bytes(self) -> int:
@@ -78,8 +87,14 @@ class OtherSums(DeviceSums):
         super().__init__(architecture, job, share)
         self.layer = OtherLayer(architecture, job, self.batch, self.hidden_bytes)
         self.saved_of_layer = self.layer.saved
-        self.chunks_loss = not job.logit_bytes
+        self.chunks_loss = not job.has_all_logits
+        self.positions_at_once = min(self.positions, job.chunk_rows) or self.positions_at_once
         self.keeps_inputs = job.first_fsdp and job.method.has_adapters and job.gradient_checkpointing
+
+    def weights(self) -> list[Term]:
+        """Return frozen and trained weights, and the reference's."""
+        count = self.trained * self.job.has_reference_adapter
+        return [*super().weights(), numbers(Kind.WEIGHTS, "adapters of the reference", count, self.job.trained_bytes)]
 
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """Return what all layers keep; `one_left`: when of one micro-batch the first layer is back-propagated."""
@@ -90,8 +105,10 @@ class OtherSums(DeviceSums):
         return [*super()._lasting(), (gradients, [Moment.FIRST_LAYER_BACKWARD])]
 
     def _loss(self) -> list[Term]:
-        each, (logits, *others) = self.job.logit_bytes, super()._loss()
-        return [self._logits("logits, log-probabilities, gradients", f"P V {each}", each) if each else logits, *others]
+        each, in_chunks, (logits, *others) = self.job.logit_bytes, self.chunks_loss, super()._loss()
+        formula = f"{'C' if in_chunks else 'P'} V {each}"
+        own = self._logits("logits, log-probabilities, gradients", formula, each, of_chunk=in_chunks)
+        return [own if each else logits, *others]
 
     def _casts_head(self) -> bool:
         has_wide_head = self.job.method.quantizes and self.job.end_bytes == 4 and self.job.shard_ranks == 1

@@ -52,7 +52,7 @@ def content() -> dict[str, list[Any]]:
     return {
         "memory": errors_by_source(),
         "verdicts": [
-            {"runs": "all sources", **verdicts_on(points())},
+            {"runs": "all sources", **verdicts_on(points_on_answers())},
             {"runs": "held out", **verdicts_on(held_out_points())},
         ],
         "memory_not_planned": [{"reason": each["reason"], "points": each["points"]} for each in excluded()],
@@ -101,7 +101,7 @@ class Point:
     def planned(self) -> DeviceMemory:
         """The plan of one device."""
         memory = OtherSums(self.architecture, self.job, whole_model(self.architecture)).highest()
-        spread_share = WHOLE_LOGITS_SPREAD_SHARE if self.job.logit_bytes else SPREAD_SHARE
+        spread_share = WHOLE_LOGITS_SPREAD_SHARE if self.job.has_all_logits else SPREAD_SHARE
         return with_overhead(self.architecture, self.job, self.gpu, memory, spread_share)
 
     def planned_gib(self, kind: Kind) -> float:
@@ -154,7 +154,9 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
     job = OtherJob(
         technique=row["technique"],
         parallel=row["parallel"],
-        batch=BatchShape(row["rows"], row["length"], row["length"], padded=row.get("padded", False)),
+        batch=BatchShape(
+            row["rows"], row["length"], row["length"], padded=row.get("padded", False), task=row.get("task", "chat")
+        ),
         devices=row["devices"],
         precision=row["precision"],
         quantization=row.get("quantization", "nf4"),
@@ -191,7 +193,7 @@ def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> dict[st
 
 
 def errors_by_source() -> list[dict[str, Any]]:
-    """Return the errors of each source and kind of figure, then of all likely figures of sources that are held out."""
+    """Return the errors of each source and kind of figure, then of all likely figures that are held out."""
     rows = [
         {
             "source": source["title"],
@@ -203,8 +205,9 @@ def errors_by_source() -> list[dict[str, Any]]:
         for kind in KINDS
         if any(kind in point.figures for point in points_of(name))
     ]
-    together = {"source": "held out, together", "figure": "reserved", "use": "bars: 8 %, 90 %"}
-    return [*rows, together | errors_of(held_out_points(), LIKELY)]
+    together = {"figure": "reserved", "use": "bars: 8 %, 90 %"}
+    without = {"source": "held out, without GRPO", **together, **errors_of(held_out_points(), LIKELY)}
+    return [*rows, without, {"source": "held out, with GRPO", **together, **errors_of(all_held_out_points(), LIKELY)}]
 
 
 def points_of(source: str) -> list[Point]:
@@ -212,9 +215,19 @@ def points_of(source: str) -> list[Point]:
     return [point for point in points() if point.source == source]
 
 
-def held_out_points() -> list[Point]:
+def points_on_answers() -> list[Point]:
+    """Return the points of training on given answers; with GRPO (`rewards`) a server's memory is on the same GPU."""
+    return [point for point in points() if not point.job.batch.goal.rewards]
+
+
+def all_held_out_points() -> list[Point]:
     """Return the points of sources that no constant is fitted to."""
-    return [point for name, source in sources().items() if source["held_out"] for point in points_of(name)]
+    return [point for point in points() if sources()[point.source]["held_out"]]
+
+
+def held_out_points() -> list[Point]:
+    """Return those of them that trained on given answers."""
+    return [point for point in points_on_answers() if sources()[point.source]["held_out"]]
 
 
 def verdicts_on(chosen: Iterable[Point]) -> dict[str, int]:
