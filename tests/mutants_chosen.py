@@ -950,7 +950,7 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "the picture that is put in another's place may have the same right answer",
-        "common/tasks/visual_questions.py",
+        "3.3_visual_question_answering/run_0_cpu_x1/my_utils_visual_question_answering.py",
         ' if said != answer and not facts_in(said, {"facts": facts}))\n',
         " if said)\n",
         _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),
