@@ -225,7 +225,7 @@ LOSS = (
     Fault(
         "accumulation is left out: each micro-batch is a step",
         "common/training/loop.py",
-        "            run.gradient_accumulation_steps,\n",
+        "            1 if rewards else run.gradient_accumulation_steps,\n",
         "            1,\n",
         _equals_one_device("DDP, accumulated, lora"),
     ),
@@ -787,9 +787,9 @@ REPORTS = (
     ),
     Fault(
         "a short question is answered from behind its padding",
-        "common/tasks/answers.py",
-        'tokenizer.pad(prompts, padding_side="left", ',
-        'tokenizer.pad(prompts, padding_side="right", ',
+        "common/tasks/sampling.py",
+        'tokenizer.pad({"input_ids": prompts}, padding_side="left", ',
+        'tokenizer.pad({"input_ids": prompts}, padding_side="right", ',
         _unit("evaluation", "batched_answers_equal_one_row_at_a_time"),
     ),
     Fault(
