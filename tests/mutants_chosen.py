@@ -225,7 +225,7 @@ LOSS = (
     Fault(
         "accumulation is left out: each micro-batch is a step",
         "common/training/loop.py",
-        "            1 if rewards else run.gradient_accumulation_steps,\n",
+        "            1 if run.goal.rewards else run.gradient_accumulation_steps,\n",
         "            1,\n",
         _equals_one_device("DDP, accumulated, lora"),
     ),

@@ -162,9 +162,10 @@ class RunConfig(
         return learnt // self.num_generations if self.goal.rewards else learnt
 
     @property
-    def prompts_per_rank(self) -> int:
-        """With rewards: the rows that a rank answers before it learns from the answers, batch by batch."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
+    def rows_drawn(self) -> int:
+        """Rows that a rank draws at once: with rewards a step's prompts, whose answers it learns batch by batch."""
+        rows = self.per_device_train_batch_size
+        return rows * self.gradient_accumulation_steps // self.num_generations if self.goal.rewards else rows
 
     def total_steps(self, rows: int) -> int:
         """Return the optimizer steps of the whole run with so many training rows."""

@@ -147,14 +147,14 @@ class TrainingLoop:
     def _draw(self) -> EpochBatches:
         run, rank = self.run, self.rank
         drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
-        has_own_rows, rewards = run.data_parallel_ranks > 1, run.goal.rewards
+        has_own_rows = run.data_parallel_ranks > 1
         return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
-            run.prompts_per_rank if rewards else run.per_device_train_batch_size,
+            run.rows_drawn,
             rank.world_size if has_own_rows else 1,
             rank.rank if has_own_rows else 0,
             run.seed,
-            1 if rewards else run.gradient_accumulation_steps,
+            1 if run.goal.rewards else run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
         )
 
