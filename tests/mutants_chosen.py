@@ -225,7 +225,7 @@ LOSS = (
     Fault(
         "accumulation is left out: each micro-batch is a step",
         "common/training/loop.py",
-        "            run.gradient_accumulation_steps,\n",
+        "            1 if run.goal.rewards else run.gradient_accumulation_steps,\n",
         "            1,\n",
         _equals_one_device("DDP, accumulated, lora"),
     ),
@@ -787,9 +787,9 @@ REPORTS = (
     ),
     Fault(
         "a short question is answered from behind its padding",
-        "common/tasks/answers.py",
-        'tokenizer.pad(prompts, padding_side="left", ',
-        'tokenizer.pad(prompts, padding_side="right", ',
+        "common/tasks/sampling.py",
+        'tokenizer.pad({"input_ids": prompts}, padding_side="left", ',
+        'tokenizer.pad({"input_ids": prompts}, padding_side="right", ',
         _unit("evaluation", "batched_answers_equal_one_row_at_a_time"),
     ),
     Fault(
@@ -950,7 +950,7 @@ MODELS_AND_ROWS = (
     ),
     Fault(
         "the picture that is put in another's place may have the same right answer",
-        "common/tasks/visual_questions.py",
+        "3.3_visual_question_answering/run_0_cpu_x1/my_utils_visual_question_answering.py",
         ' if said != answer and not facts_in(said, {"facts": facts}))\n',
         " if said)\n",
         _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),

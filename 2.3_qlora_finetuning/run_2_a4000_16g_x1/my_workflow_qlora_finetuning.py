@@ -10,7 +10,7 @@ The notebook runs the same steps cell by cell.
 
 from collections.abc import Iterator
 
-from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, merge_both_ways, stored_weights
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -20,7 +20,7 @@ from common.data.rows import Splits
 from common.data.splits import load_splits
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host, weight_dtype
 from common.models.merging import has_room_for_plain
-from common.models.quantization import quantization_config, stored_weights
+from common.models.quantization import quantization_config
 from common.models.shards import free_model
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on

@@ -1,4 +1,4 @@
-"""What only QLoRA needs: the two ways to merge, and a picture of the 16 levels.
+"""What only QLoRA needs: what weights in 4 bits take, the two ways to merge, and a picture of the 16 levels.
 
 The quantization's own settings are in `common.models.quantization.quantization_config`: preflight needs them, too, and
 `common` imports no run folder.
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator, within_budget
+from common.hardware.devices import GIB
 from common.models.loading import load_base_model, waiting_on_host, weight_dtype
 from common.models.merging import check_equal_logits, comparing, next_token_logits, reloaded_difference, tokens_at_once
-from common.models.quantization import dequantized, relative_error
-from common.models.shards import free_model
+from common.models.quantization import dequantized
+from common.models.shards import byte_count, free_model, is_quantized
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import whole_row_results
@@ -34,6 +35,34 @@ if TYPE_CHECKING:
 
 BLOCK = 64  # weights that share a scale
 ON_ORIGINAL = "merged_into_original"  # folder of the adapter merged into the original base
+
+
+def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a quantized model's weights take, adapters left out, and what they would in `unquantized_dtype`."""
+    quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
+    plain = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in quantized)
+    others = [weight for name, weight in plain if "lora_" not in name]
+    weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
+    size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
+    other_weights = sum(weight.numel() for weight in others)
+    return {
+        "stored_dtype": str(next(iter(quantized.values())).dtype).removeprefix("torch."),
+        "quantized_weights": weights,
+        "quantized_bytes": size,
+        "bits_per_quantized_weight": 8 * size / weights,
+        "other_weights": other_weights,
+        "other_bytes": other_size,
+        "unquantized_gib": (weights + other_weights) * unquantized_dtype.itemsize / GIB,
+        "quantized_share": weights / (weights + other_weights),
+        "weights_gib": (size + other_size) / GIB,
+    }
+
+
+def _quantized_bytes(weight: Any) -> int:
+    # the 4-bit numbers, their scales (and the scales of these), and the tables of levels
+    state = weight.quant_state
+    of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return byte_count([weight.data, state.absmax, state.code, *of_scales])
 
 
 @dataclass
@@ -120,6 +149,17 @@ def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
         with_adapter(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return error
+
+
+def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:
+    """Return the 2-norm of what de-quantized layers' weights have changed by, over that of the original weights."""
+    changed = wanted = 0.0
+    others = dict(quantized.named_parameters())
+    for name, weight in original.named_parameters():
+        if weight.ndim == 2 and not torch.equal(weight, others[name]):
+            changed += (weight.float() - others[name].float()).square().sum().item()
+            wanted += weight.float().square().sum().item()
+    return (changed / wanted) ** 0.5 if wanted else 0.0
 
 
 def block_levels(weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What the three workflows of this folder share: the run and its data; and how machines bring gradients together."""
+"""What the three workflows of this folder share: the run, its data and scores; and how machines sum up gradients."""
 
 import socket
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
@@ -11,15 +11,19 @@ from accelerate.utils import gather_object
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
+from common.base.print_prefix import print_figures
 from common.base.run_config import RunConfig
 from common.data.batches import partition
-from common.data.rows import Splits
-from common.data.splits import load_splits
+from common.data.rows import Row, Splits
+from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
 from common.models.loading import load_tokenizer
 from common.runtime.recorder import RunRecorder
+from common.tasks.predictions import predict_rows, report_predictions
+from common.tasks.summarization import rouge_scores
 from common.training.steps import Tokenizer
 
 RUN = RunConfig(
@@ -64,6 +68,56 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
         own = [len(part) for part in parts[log.rank.rank :: log.rank.world_size]]
         print(f"this rank trains on {sum(own):,} rows")
         return tokenizer, data
+
+
+# -- how good summaries are
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """The summaries of a split, in the data's order, and their ROUGE; the same on every rank."""
+
+    written: tuple[str, ...]
+    rouge: dict[str, float]
+    exact_share: float  # what was meant, to the letter: ROUGE hardly sees one wrong name
+
+    def __str__(self) -> str:
+        scores = ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in self.rouge.items())
+        return f"{scores}; exact match {self.exact_share:.0%}"
+
+    def summary(self) -> dict[str, object]:
+        """Return the metrics for the record."""
+        return {**self.rouge, "exact_share": self.exact_share, "rows": len(self.written)}
+
+    def lines(self, rows: list[Row]) -> list[dict[str, object]]:
+        """Return the lines of the predictions file, one for each text."""
+        return [
+            {"row": number, "text": row["text"], "summary": row["summary"], "written": written}
+            for number, (row, written) in enumerate(zip(rows, self.written, strict=True), 1)
+        ]
+
+
+@torch.no_grad()
+def summarize(model: PreTrainedModel, tokenizer: Tokenizer, rows: list[Row], log: RunRecorder, when: str) -> Summaries:
+    """Return summaries of all rows by beam search; rank 0 scores them as one set, and writes predictions_`when`.csv."""
+    run, rank = log.run, log.rank
+    texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, run)]
+
+    def summaries_of(numbers: list[int]) -> list[str]:
+        batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
+        beams = {"num_beams": run.num_beams, "max_new_tokens": run.max_new_tokens, "do_sample": False}
+        generated = model.generate(**batch.to(rank.device), **beams)
+        return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
+
+    written = predict_rows(log, list(map(len, texts)), "summaries", when, summaries_of, model)
+    references = [row["summary"] for row in rows]
+    scores = gather_object([rouge_scores(written, references)] if rank.is_main else [])[0]
+    exact = sum(text == reference.strip() for text, reference in zip(written, references, strict=True))
+    summaries = Summaries(tuple(written), scores, exact / len(rows))
+    report_predictions(log, when, summaries.lines(rows), summaries)
+    if rank.is_main and run.log_format == "json":
+        print_figures({f"{name}_{when}": value for name, value in summaries.rouge.items()})
+    return summaries
 
 
 # -- gradients of several machines brought together

@@ -13,7 +13,7 @@ move on once for every rank at each step.
 from contextlib import nullcontext
 
 from accelerate import Accelerator
-from my_utils_summarization import load_data, run_with
+from my_utils_summarization import load_data, run_with, summarize
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
@@ -21,7 +21,6 @@ from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.summarization import summarize
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer

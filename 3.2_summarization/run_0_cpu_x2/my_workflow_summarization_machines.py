@@ -14,7 +14,7 @@ A machine that is lost ends the others. With `torchrun --nnodes 2:4 --max_restar
 that are left start again, after the newest checkpoint and with the same steps: they divide the lost one's rows.
 """
 
-from my_utils_summarization import GradientExchange, load_data, run_with
+from my_utils_summarization import GradientExchange, load_data, run_with, summarize
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
@@ -22,7 +22,6 @@ from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.summarization import summarize
 from common.training.ddp import load_replica
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, save, sum_up

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from my_utils_summarization import load_data, run_with
+from my_utils_summarization import load_data, run_with, summarize
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -28,7 +28,6 @@ from common.data.rows import Splits
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached
-from common.tasks.summarization import summarize
 from common.training.callbacks import FirstStepReport, ProgressReport
 from common.training.checkpoints import steps_at
 from common.training.ddp import load_replica

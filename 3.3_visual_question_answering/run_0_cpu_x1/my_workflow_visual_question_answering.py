@@ -14,7 +14,7 @@ alone, (4) answers about the right picture, and about another one.
 import sys
 from functools import partial
 
-from my_utils_visual_question_answering import draw_gallery, gallery_rows, say_trained
+from my_utils_visual_question_answering import draw_gallery, evaluate_looking, gallery_rows, say_trained
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -25,7 +25,6 @@ from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.visual_questions import evaluate_looking
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up

@@ -15,7 +15,7 @@ answers are compared, beside the model's own.
 import sys
 from functools import partial
 
-from my_utils_preference_tuning import draw_log_probs, find_reference
+from my_utils_preference_tuning import draw_log_probs, evaluate_preferences, find_reference
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -26,7 +26,6 @@ from common.launch import run_settings_from_command_line
 from common.models.trained_weights import with_trained_weights
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.preferences import evaluate_preferences
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up

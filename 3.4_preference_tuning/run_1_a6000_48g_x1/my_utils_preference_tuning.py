@@ -1,15 +1,20 @@
-"""What only this folder needs: the reference, and a picture of the given answers' log-probabilities."""
+"""What only this folder needs: the reference, the scores of answers beside the given ones, and a picture of these."""
 
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
-from common.data.rows import Splits
+from common.data.pairs import encode_pairs
+from common.data.rows import Row, Splits, answer_of, said_in
 from common.data.splits import tokenized
 from common.runtime.recorder import RunRecorder
-from common.tasks.preferences import PreferenceEvaluation, with_reference
+from common.tasks.answers import answer_rows, report_evaluation
+from common.tasks.preferences import LabelEvaluation, Pair, log_probs_of, scored, with_reference
+from common.tasks.sampling import distinct_share
 from common.training.steps import Tokenizer
 
 
@@ -36,6 +41,68 @@ def find_reference(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenize
             for which, rows in (("training", pairs.train), ("validation", pairs.validation))
         )
         return replace(pairs, train=train, validation=validation)
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluation(LabelEvaluation):
+    """What a model answers to all prompts, and how likely it finds both given answers, and the reference did."""
+
+    log_probs: list[Pair]
+    reference_log_probs: list[Pair] | None  # None where this is the reference
+    beta: float
+
+    def __str__(self) -> str:
+        written, found = super().__str__(), self.summary()
+        if found["chosen_reward"] is None:
+            return written
+        return (
+            f"{written}; of the given answers: accuracy of preferences {found['preference_accuracy']:.3f}, reward of "
+            f"the chosen {found['chosen_reward']:+.2f}, margin {found['reward_margin']:.2f}"
+        )
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return the metrics for the record; before training there are no rewards."""
+        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
+        rewards = [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
+        return {
+            "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
+            "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
+            "chosen_reward": _mean(chosen for chosen, _ in rewards),
+            "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
+            **super().summary(),
+        }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return fmean(found) if found else None
+
+
+def evaluate_preferences(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    log: RunRecorder,
+    when: str,
+    reference: PreferenceEvaluation | None = None,
+) -> PreferenceEvaluation:
+    """As `answers.evaluate`, without judges: answer each prompt, and find how likely its two given answers are."""
+    answers, _ = answer_rows(model, tokenizer, rows, log, when)
+    log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
+    answered = [
+        {
+            **scored(number, row, answer),
+            "chosen": answer_of(row),
+            "rejected": said_in(row["rejected"][0]),
+            "chosen_log_prob": chosen,
+            "rejected_log_prob": rejected,
+        }
+        for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
+    ]
+    distinct, of_reference = distinct_share(model, tokenizer, rows, log, when), reference and reference.log_probs
+    evaluation = PreferenceEvaluation(answered, distinct, log_probs, of_reference, log.run.beta)
+    report_evaluation(evaluation, rows, log, when)
+    return evaluation
 
 
 def draw_log_probs(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:

@@ -21,9 +21,10 @@ from common.tasks.predictions import predict_rows
 from common.tasks.preferences import LabelEvaluation, scored, token_log_probs
 from common.tasks.sampling import Answers, answers_to, distinct_share, ended_answers, seed_of
 from common.tasks.scoring import rewards_of
+from common.training import steps
 from common.training.answer_logits import Batch, on_device
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer
+from common.training.steps import Metrics, Tokenizer
 
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")  # 1000 to 2099: no prompt of this folder's data has one
 VLLM_SHARE = 0.3  # of the GPU's memory, for its weights and cache
@@ -180,6 +181,14 @@ def note_rewards(loop: TrainingLoop, answers: Answers, rewards: torch.Tensor) ->
         print(f"WARNING: all answers to a prompt have the same reward, such as {rewards[0]:g}: nothing can be learnt")
     if not any(answers.ended):
         print(f"WARNING: no answer has ended within --max_new_tokens {loop.run.max_new_tokens}: pass more")
+
+
+def sum_up(loop: TrainingLoop) -> Metrics:
+    """Sum up as other workflows do; and what answering took on this rank, and what the answers were like, by step."""
+    history = [entry for entry in loop.state.log_history if "reward" in entry]
+    names = ("reward", "groups_that_differ", "answer_tokens", "ended_share")
+    by_step = {name: [[entry["step"], entry[name]] for entry in history] for name in names}
+    return {**steps.sum_up(loop), "rollouts": {"generating_s": loop.work.generating_s, **by_step}}
 
 
 @dataclass(frozen=True)

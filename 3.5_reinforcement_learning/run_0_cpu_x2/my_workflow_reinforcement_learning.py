@@ -24,6 +24,7 @@ from my_utils_reinforcement_learning import (
     reference_log_probs,
     reference_of,
     sample_groups,
+    sum_up,
     vllm_of,
 )
 from transformers import PreTrainedModel
@@ -40,7 +41,7 @@ from common.tasks.scoring import rewards_of
 from common.training.answer_logits import Batch
 from common.training.ddp import data_parallel, exchanging
 from common.training.loop import TrainingLoop
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, sum_up
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save
 
 RUN = RunConfig(
     task="rewards",

@@ -156,20 +156,16 @@ class RunConfig(
         )
 
     @property
-    def answers_per_row(self) -> int:
-        """Sequences of a batch that come from one row: with rewards the answers to a prompt."""
-        return self.num_generations if self.goal.rewards else 1
-
-    @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
-        sequences = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
-        return sequences // self.answers_per_row
+        learnt = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
+        return learnt // self.num_generations if self.goal.rewards else learnt
 
     @property
-    def prompts_per_rank(self) -> int:
-        """With rewards: the rows that a rank answers before it learns from the answers, batch by batch."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
+    def rows_drawn(self) -> int:
+        """Rows that a rank draws at once: with rewards a step's prompts, whose answers it learns batch by batch."""
+        rows = self.per_device_train_batch_size
+        return rows * self.gradient_accumulation_steps // self.num_generations if self.goal.rewards else rows
 
     def total_steps(self, rows: int) -> int:
         """Return the optimizer steps of the whole run with so many training rows."""

@@ -60,7 +60,7 @@ def rows_of_run(run: RunConfig) -> Rows:
             f"fewer, pass --seq-len {run.max_length}."
         ) from None
     return Rows(
-        longest_rows(train, run.prompts_per_rank if run.goal.rewards else run.per_device_train_batch_size, run.task),
+        longest_rows(train, run.rows_drawn, run.task),
         longest_rows(validation, run.rows_evaluated_at_once, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
@@ -127,7 +127,7 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     if run.goal.sees:
         row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
-        [row] * (run.prompts_per_rank if run.goal.rewards else batch.rows),
+        [row] * run.rows_drawn,
         [row] * run.rows_evaluated_at_once,
         run.train_rows if run.train_rows > 0 else None,
         "by --seq-len, all of it learnt" + " but a picture's tokens" * run.goal.sees,

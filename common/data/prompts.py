@@ -12,8 +12,8 @@ from common.data.files import TABLES
 from common.data.formats import KEPT, QUESTIONS, filled_columns, refuse_pictures, system_of
 from common.data.messages import check_conversation, tokens_to_learn
 from common.data.pairs import as_messages
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, listed, padded_shape, placed
-from common.data.templates import prompt_ids
+from common.data.rows import Found, Row, RowKind, Tokens, listed, padded_shape, placed
+from common.data.templates import labelled, prompt_ids
 from common.planning.job import BatchShape
 
 NO_ANSWER = {"role": "assistant", "content": ""}  # a prompt is what comes before a row's last message
@@ -45,38 +45,24 @@ def check_prompts(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
             )
         asked = [*system_of(columns), *as_messages(columns.pop(name), "user", where)]
         kept = {each: columns[each] for each in ("id", *KEPT) if each in columns}
-        whole = [*asked, {**NO_ANSWER, "content": "an answer"}]
-        checked = check_conversation({**kept, "messages": whole}, where, train_on="completion")
-        messages = [*checked["messages"][:-1], NO_ANSWER]
-        yield placed(
-            {**checked, "messages": messages, "columns": columns | {name: checked[name] for name in kept}}, place
-        )
+        answered = [*asked, {**NO_ANSWER, "content": "an answer"}]
+        checked = check_conversation({**kept, "messages": answered}, where, train_on="completion")
+        checked["messages"][-1] = NO_ANSWER
+        checked["columns"] = columns | {each: checked[each] for each in kept if each in checked}
+        yield placed(checked, place)
 
 
 def tokenize_prompts(rows: Sequence[Row], tokenizer: Tokenizer, run: RunConfig) -> Sequence[Tokens]:
     """Return every prompt within `max_length` as tokens, with its row; the last token has a label, as answers begin."""
 
     def encoded(batch: list[Row]) -> list[Tokens]:
-        return [
-            {
-                "input_ids": ids,
-                "attention_mask": [1] * len(ids),
-                "labels": [*[IGNORED_LABEL] * (len(ids) - 1), ids[-1]],
-                "asked": row,
-            }
-            for row, ids in zip(batch, prompt_ids(batch, tokenizer), strict=True)
-        ]
+        pairs = zip(batch, prompt_ids(batch, tokenizer), strict=True)
+        return [{**labelled(ids, [*[False] * (len(ids) - 1), True]), "asked": row} for row, ids in pairs]
 
     return tokens_to_learn(rows, tokenizer, run, encoded, lacking="end of its prompt")
 
 
-def shape_of_answers_to(run: RunConfig, longest: Sequence[Tokens], rows: Sequence[Tokens]) -> BatchShape:
+def shape_of_answers_to(run: RunConfig, longest: Sequence[Tokens], _: Sequence[Tokens]) -> BatchShape:
     """Return the shape of a batch of answers to the longest prompts, as long as they may be."""
-    prompts = padded_shape(longest)
-    return replace(
-        prompts,
-        rows=run.per_device_train_batch_size,
-        length=prompts.length + run.max_new_tokens,
-        labelled=run.max_new_tokens,
-        padded=True,
-    )
+    rows, answer, prompts = run.per_device_train_batch_size, run.max_new_tokens, padded_shape(longest)
+    return replace(prompts, rows=rows, length=prompts.length + answer, labelled=answer, padded=True)

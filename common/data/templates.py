@@ -89,7 +89,7 @@ def encode(rows: list[Row], tokenizer: Tokenizer, train_on: str) -> list[Tokens]
             marks = {"chat_template": templates[own], "return_assistant_tokens_mask": True}
             found = _applied(list(group), tokenizer, **marks)
             pairs = zip(found["assistant_masks"], found["input_ids"], strict=True)
-            tokens += [_labelled(ids, _with_ends(mask, ids, ends)) for mask, ids in pairs]
+            tokens += [labelled(ids, _with_ends(mask, ids, ends)) for mask, ids in pairs]
         else:
             tokens += _encode_by_turns(list(group), tokenizer, train_on, templates[own])
     return tokens
@@ -128,7 +128,7 @@ def _encode_by_turns(rows: list[Row], tokenizer: Tokenizer, train_on: str, templ
             if is_left_out(row["messages"][-1]):
                 masks[number] = [False] * len(whole[number])
         _add_earlier_answers(masks, rows, whole, tokenizer, template)
-    return list(map(_labelled, whole, masks))
+    return list(map(labelled, whole, masks))
 
 
 def _add_earlier_answers(
@@ -212,7 +212,8 @@ def _takes_text(tokenizer: Tokenizer, template: str) -> bool:
     return not takes_objects and "shelf" in written(json.dumps(arguments))
 
 
-def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
+def labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
+    """Return a row's tokens with labels on those that are `learnt`."""
     labels = [token if is_learnt else IGNORED_LABEL for token, is_learnt in zip(ids, learnt, strict=True)]
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 

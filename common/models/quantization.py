@@ -1,7 +1,6 @@
-"""Quantize base models to 4 bits (QLoRA), count what they store, and dequantize them."""
+"""Quantize base models to 4 bits (QLoRA), count their weights, and dequantize them."""
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -10,8 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from common.base.errors import check_installed
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
-from common.hardware.devices import GIB
-from common.models.shards import byte_count, global_numel, is_quantized
+from common.models.shards import global_numel, is_quantized
 
 ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,34 +78,6 @@ def quantize_as(
     return Params4bit(weight.data, requires_grad=False, **planned.__dict__).to(device)
 
 
-def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a quantized model's weights take, adapters left out, and what they would in `unquantized_dtype`."""
-    quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
-    plain = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in quantized)
-    others = [weight for name, weight in plain if "lora_" not in name]
-    weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
-    size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
-    other_weights = sum(weight.numel() for weight in others)
-    return {
-        "stored_dtype": str(next(iter(quantized.values())).dtype).removeprefix("torch."),
-        "quantized_weights": weights,
-        "quantized_bytes": size,
-        "bits_per_quantized_weight": 8 * size / weights,
-        "other_weights": other_weights,
-        "other_bytes": other_size,
-        "unquantized_gib": (weights + other_weights) * unquantized_dtype.itemsize / GIB,
-        "quantized_share": weights / (weights + other_weights),
-        "weights_gib": (size + other_size) / GIB,
-    }
-
-
-def _quantized_bytes(weight: Any) -> int:
-    # the 4-bit numbers, their scales (and the scales of these), and the tables of levels
-    state = weight.quant_state
-    of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    return byte_count([weight.data, state.absmax, state.code, *of_scales])
-
-
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
     with silent("transformers.integrations.bitsandbytes"):  # it says the dtype that is asked for here
@@ -128,14 +98,3 @@ def _restore_conv1d(model: PreTrainedModel) -> None:
             module.weight = torch.nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
             module.bias = linear.bias
             model.set_submodule(name, module)
-
-
-def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:
-    """Return the 2-norm of what de-quantized layers' weights have changed by, over that of the original weights."""
-    changed = wanted = 0.0
-    others = dict(quantized.named_parameters())
-    for name, weight in original.named_parameters():
-        if weight.ndim == 2 and not torch.equal(weight, others[name]):
-            changed += (weight.float() - others[name].float()).square().sum().item()
-            wanted += weight.float().square().sum().item()
-    return (changed / wanted) ** 0.5 if wanted else 0.0

@@ -29,6 +29,7 @@ from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, answer_results, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
 from common.tasks.samples import samples
+from common.tasks.sampling import generated_ids
 
 ScoredAnswer = dict[str, object]  # a line of the predictions file
 # all answers, their references, and the references of other rows
@@ -248,7 +249,6 @@ def facts_in(answer: str, row: Row) -> int:
     return sum(fact.lower() in answer.lower() for fact in row.get("facts", []))
 
 
-@torch.no_grad()
 def generate_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -257,13 +257,8 @@ def generate_answers(
     picture_noise: float = 0.0,
 ) -> list[str]:
     """Return greedy answers to a batch of questions, about their pictures where they have some."""
-    prompts = {"input_ids": prompt_ids(rows, tokenizer)}
-    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
-    if "picture" in rows[0]:
-        batch.update(pixels_of([row["picture"] for row in rows], tokenizer, picture_noise))
-    stops = stops_of(tokenizer, model.generation_config.eos_token_id)
-    generated = model.generate(
-        **batch.to(model.device), max_new_tokens=max_new_tokens, do_sample=False, **stops.settings(tokenizer)
-    )
-    answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return list(map(stops.cut, answers))
+    prompts, stops = prompt_ids(rows, tokenizer), stops_of(tokenizer, model.generation_config.eos_token_id)
+    pictures = [row["picture"] for row in rows if "picture" in row]
+    pixels = pixels_of(pictures, tokenizer, picture_noise) if pictures else {}
+    ids = generated_ids(model, tokenizer, prompts, stops, max_new_tokens, **pixels)
+    return list(map(stops.cut, tokenizer.batch_decode(ids, skip_special_tokens=True)))

@@ -1,4 +1,4 @@
-"""What a model learns from pairs of answers by DPO, and what has become of its answers.
+"""What a model learns from pairs of answers by DPO, and what its own answers are like.
 
 DPO (Rafailov et al. 2023) makes the chosen answer likelier than the rejected one, each compared with what the model
 before this training, the reference, finds of it:
@@ -10,7 +10,6 @@ before this training, the reference, finds of it:
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,14 +22,13 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from common.base.run_config import RunConfig
 from common.data.batches import Collate
-from common.data.pairs import encode_pairs, prompt_length
-from common.data.rows import IGNORED_LABEL, Row, Tokens, answer_of, question_of, said_in, tokens_in
+from common.data.pairs import prompt_length
+from common.data.rows import IGNORED_LABEL, Row, Tokens, question_of, tokens_in
 from common.data.stored_rows import stored
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
+from common.tasks.answers import Evaluation, ScoredAnswer, facts_in
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
 from common.tasks.predictions import predict_rows
-from common.tasks.sampling import distinct_share
 
 MARGIN = "eval_margin"  # mean of reward(chosen) - reward(rejected), in the log history
 # TRL's names of a row's reference log-probabilities, where they were computed before training
@@ -192,69 +190,6 @@ def scored(number: int, row: Row, answer: str) -> ScoredAnswer:
     }
 
 
-@dataclass(frozen=True)
-class PreferenceEvaluation(LabelEvaluation):
-    """What a model answers to all prompts, and how likely it finds both given answers, and the reference did."""
-
-    log_probs: list[Pair]
-    reference_log_probs: list[Pair] | None  # None where this is the reference
-    beta: float
-
-    def __str__(self) -> str:
-        written, found = super().__str__(), self.summary()
-        if found["chosen_reward"] is None:
-            return written
-        return (
-            f"{written}; of the given answers: accuracy of preferences {found['preference_accuracy']:.3f}, reward of "
-            f"the chosen {found['chosen_reward']:+.2f}, margin {found['reward_margin']:.2f}"
-        )
-
-    def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record; before training there are no rewards."""
-        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
-        rewards = [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
-        return {
-            "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
-            "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
-            "chosen_reward": _mean(chosen for chosen, _ in rewards),
-            "chosen_likelier_share": _mean(chosen > rejected for chosen, rejected in self.log_probs),
-            **super().summary(),
-        }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return fmean(found) if found else None
-
-
-def evaluate_preferences(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[Row],
-    log: RunRecorder,
-    when: str,
-    reference: PreferenceEvaluation | None = None,
-) -> PreferenceEvaluation:
-    """As `answers.evaluate`, without judges: answer each prompt, and find how likely its two given answers are."""
-    answers, _ = answer_rows(model, tokenizer, rows, log, when)
-    _with_chunked_head(model)
-    log_probs = log_probs_of(model, tokenizer, encode_pairs(list(rows), tokenizer), log, "pairs", when)
-    answered = [
-        {
-            **scored(number, row, answer),
-            "chosen": answer_of(row),
-            "rejected": said_in(row["rejected"][0]),
-            "chosen_log_prob": chosen,
-            "rejected_log_prob": rejected,
-        }
-        for number, (row, answer, (chosen, rejected)) in enumerate(zip(rows, answers, log_probs, strict=True))
-    ]
-    distinct, of_reference = distinct_share(model, tokenizer, rows, log, when), reference and reference.log_probs
-    evaluation = PreferenceEvaluation(answered, distinct, log_probs, of_reference, log.run.beta)
-    report_evaluation(evaluation, rows, log, when)
-    return evaluation
-
-
 @torch.no_grad()
 def log_probs_of(
     model: PreTrainedModel,
@@ -264,7 +199,8 @@ def log_probs_of(
     what: str,
     when: str,
 ) -> list[Pair]:
-    """Return the log-probabilities of each pair's answers by a model with TRL's head, as `predict_rows`."""
+    """Return the log-probabilities of each pair's answers by a model, which gets TRL's head, as `predict_rows`."""
+    _with_chunked_head(model)
     collate = _pair_collator(tokenizer.pad_token_id)
 
     def found(numbers: list[int]) -> Iterable[Pair]:

@@ -53,6 +53,18 @@ class SeededSampling(LogitsProcessor):
 
 
 @torch.no_grad()
+def generated_ids(
+    model: PreTrainedModel, tokenizer: Tokenizer, prompts: list[list[int]], stops: Stops, max_new_tokens: int,
+    noise: Sequence[LogitsProcessor] = (), **pictures: torch.Tensor,
+) -> list[list[int]]:  # fmt: skip
+    """Return the likeliest tokens after each prompt of a batch, by the model's logits with `noise`, if any."""
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
+    batch.update(pictures)
+    how = {"max_new_tokens": max_new_tokens, "do_sample": False, "logits_processor": list(noise)}
+    generated = model.generate(**batch.to(model.device), **how, **stops.settings(tokenizer))
+    return generated[:, batch["input_ids"].shape[1] :].tolist()
+
+
 def answers_to(
     model: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Tokens], run: RunConfig, seeds: Sequence[int] = ()
 ) -> Answers:
@@ -64,14 +76,9 @@ def answers_to(
     model.eval()
     for start in range(0, len(order), run.rows_evaluated_at_once):
         places = order[start : start + run.rows_evaluated_at_once]
-        given = {"input_ids": [prompts[place]["input_ids"] for place in places]}
-        batch = tokenizer.pad(given, padding_side="left", return_tensors="pt").to(model.device)
-        noise = [SeededSampling([seeds[place] for place in places], run.temperature, model.device)] if seeds else []
-        generated = model.generate(
-            **batch, max_new_tokens=run.max_new_tokens, do_sample=False, logits_processor=noise,
-            **stops.settings(tokenizer),
-        )  # fmt: skip
-        found |= zip(places, generated[:, batch["input_ids"].shape[1] :].tolist(), strict=True)
+        ids = [prompts[place]["input_ids"] for place in places]
+        noise = [SeededSampling([seeds[place] for place in places], run.temperature, model.device)] if seeds else ()
+        found |= zip(places, generated_ids(model, tokenizer, ids, stops, run.max_new_tokens, noise), strict=True)
     model.train(was_training)
     return ended_answers(tokenizer, stops, prompts, [found[place] for place in range(len(prompts))])
 

@@ -3,8 +3,7 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
 import torch
@@ -15,14 +14,6 @@ from common.base.run_config import RunConfig, names_in
 from common.tasks.sampling import Answers
 
 Reward = Callable[..., Sequence[float | None]]
-
-
-@contextmanager
-def folder_of_run(run: RunConfig) -> Iterator[None]:
-    """Find modules of the run's own folder, wherever the command was given."""
-    sys.path.insert(0, str(REPOSITORY / run.run_folder))
-    yield
-    sys.path.pop(0)
 
 
 def reward_functions(run: RunConfig) -> list[tuple[Reward, float]]:
@@ -42,19 +33,24 @@ def reward_functions(run: RunConfig) -> list[tuple[Reward, float]]:
             f"reward is {run.reward!r} and reward_weights {run.reward_weights!r}: pass functions as module:function, "
             "such as my_rewards:score, with commas between, and a number for each, or no weights."
         )
-    functions = []
-    for name in names:
-        try:
-            with folder_of_run(run):
-                functions.append(resolve_name(name))
-        except (ImportError, AttributeError, ValueError) as error:
-            raise BadInputError(
-                f"reward is {name}, which cannot be imported ({first_sentence(error)}): write it as module:function, "
-                "of a module in the run folder, or where the command is given."
-            ) from None
-        if not callable(functions[-1]) or inspect.iscoroutinefunction(functions[-1]):
-            raise BadInputError(f"reward is {name}, which is no function that returns numbers: name another.")
-    return list(zip(functions, numbers, strict=True))
+    return [(_imported(name, run), weight) for name, weight in zip(names, numbers, strict=True)]
+
+
+def _imported(name: str, run: RunConfig) -> Reward:
+    """Return the function of this name; modules of the run's own folder are found wherever the command was given."""
+    sys.path.insert(0, str(REPOSITORY / run.run_folder))
+    try:
+        function = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInputError(
+            f"reward is {name}, which cannot be imported ({first_sentence(error)}): write it as module:function, "
+            "of a module in the run folder, or where the command is given."
+        ) from None
+    finally:
+        sys.path.pop(0)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise BadInputError(f"reward is {name}, which is no function that returns numbers: name another.")
+    return function
 
 
 def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
@@ -78,8 +74,7 @@ def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
             scores = torch.tensor([0.0 if score is None else float(score) for score in found])
         except Exception as error:  # of the user's own code
             raise BadInputError(f"The reward {name} fails: {type(error).__name__}: {first_sentence(error)}") from error
-        wrong = next((score for score in scores.tolist() if not math.isfinite(score)), None)
-        if len(scores) != len(rows) or wrong is not None or all(score is None for score in found):
+        if len(scores) != len(rows) or not scores.isfinite().all() or all(score is None for score in found):
             raise BadInputError(
                 f"The reward {name} returns {begin_of(found, 60)} for {len(rows)} answers: return a finite number for "
                 "each, or None for those that it does not apply to."

@@ -14,6 +14,7 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ class TrainingLoop:
         self.scaler = torch.amp.GradScaler(torch.device(log.rank.device).type, enabled=self.args.fp16)
         self.work, self.updates, self.skipped_steps = WorkDone(), UpdateReport(), 0
         self.loss_sum, self.logged_step = torch.zeros((), device=log.rank.device), 0
-        self.grad_norm, self.learning_rate, self.noted = self.loss_sum, 0.0, dict[str, float]()
+        self.grad_norm, self.learning_rate, self.noted = self.loss_sum, 0.0, Counter[str]()
         self.state = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / self.steps_per_epoch))
         self.state.is_world_process_zero = self.state.is_local_process_zero = log.rank.is_main
         self.state.compute_steps(self.args, steps)
@@ -146,14 +147,14 @@ class TrainingLoop:
     def _draw(self) -> EpochBatches:
         run, rank = self.run, self.rank
         drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
-        has_own_rows, rewards = run.data_parallel_ranks > 1, run.goal.rewards
+        has_own_rows = run.data_parallel_ranks > 1
         return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
-            run.prompts_per_rank if rewards else run.per_device_train_batch_size,
+            run.rows_drawn,
             rank.world_size if has_own_rows else 1,
             rank.rank if has_own_rows else 0,
             run.seed,
-            1 if rewards else run.gradient_accumulation_steps,
+            1 if run.goal.rewards else run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
         )
 
@@ -250,7 +251,7 @@ class TrainingLoop:
 
     def note(self, **sums: float) -> None:
         """Add sums of a step, and their `count`, the same ones on every rank: the next log has the means."""
-        self.noted = {name: self.noted.get(name, 0.0) + value for name, value in sums.items()}
+        self.noted.update(sums)
 
     def update(self) -> None:
         """Clip the gradients, take the optimizer's step, and forget them; a RunStoppedError if they are not finite."""
@@ -285,20 +286,23 @@ class TrainingLoop:
             if self.saver:
                 self.saver.commit_if_written(self.control.should_evaluate, self.state.global_step)
             if self.control.should_log:
-                steps = self.state.global_step - self.logged_step
-                loss = self.part.sum_over_ranks(self.loss_sum).item() / steps
-                totals = self.part.sum_over_ranks(self.loss_sum.new_tensor([*self.noted.values()])).tolist()
-                noted = dict(zip(self.noted, totals, strict=True))
-                count = noted.pop("count", 1)
-                noted = {name: total / count for name, total in noted.items()}
-                self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-                self.noted = {}
-                norm = float(self.grad_norm)
-                self._log({"loss": loss, "grad_norm": norm, "learning_rate": self.learning_rate, **noted})
+                self._log_steps()
             if self.control.should_evaluate:
                 self._choose(self.evaluate())
             if self.control.should_save:
                 self._save()
+
+    def _log_steps(self) -> None:
+        """Log the means since the last log, over all ranks."""
+        steps, self.logged_step = self.state.global_step - self.logged_step, self.state.global_step
+        sums = torch.stack([self.loss_sum, *map(self.loss_sum.new_tensor, self.noted.values())])
+        loss, *totals = self.part.sum_over_ranks(sums).tolist()
+        noted = dict(zip(self.noted, totals, strict=True))
+        count = noted.pop("count", 1)
+        means = {name: total / count for name, total in noted.items()}
+        figures = {"loss": loss / steps, "grad_norm": float(self.grad_norm), "learning_rate": self.learning_rate}
+        self.loss_sum, self.noted = torch.zeros_like(self.loss_sum), Counter()
+        self._log(figures | means)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

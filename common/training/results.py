@@ -103,21 +103,12 @@ def training_figures(loop: TrainingLoop, world: list[dict[str, object]]) -> dict
         "validation_losses": validation_losses,
         "best_validation_loss": min(loss for step, loss in validation_losses if step),
         **(of_classes if accuracies else {}),
-        **({"rollouts": rollout_figures(loop)} if run.goal.rewards else {}),
         "checkpoints": {
             "best": Path(state.best_model_checkpoint or "").name,
             "went_on_from": resumed.name if resumed else None,
         },
         **loop.part.for_record(),
     }
-
-
-def rollout_figures(loop: TrainingLoop) -> dict[str, object]:
-    """Return what answering took on this rank, and what the answers were like that were learnt from, by step."""
-    history = [entry for entry in loop.state.log_history if "reward" in entry]
-    names = ("reward", "groups_that_differ", "answer_tokens", "ended_share")
-    by_step = {name: [[entry["step"], entry[name]] for entry in history] for name in names}
-    return {"generating_s": loop.work.generating_s, **by_step}
 
 
 def speed_figures(loop: TrainingLoop, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:

@@ -1,11 +1,12 @@
 """Pictures: found, checked, turned into tokens and numbers; and what is trained of a vision-language model."""
 
+import importlib
 import re
 import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers import Idefics2Config, Idefics2ForConditionalGeneration, Idefi
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
 from common.data.pictures import open_picture, picture_ids, pixels_of, reference_to, with_noise
@@ -26,7 +28,6 @@ from common.data.splits import load_splits, tokens_of
 from common.models.loading import any_shape_config, load_base_model, load_tokenizer
 from common.models.trained_weights import parameter_counts, vision_modules, with_trained_weights
 from common.tasks.objectives import objective_of
-from common.tasks.visual_questions import commonest_share, partners_of
 from common.training.export import rows_to_compare
 from tests.row_files import rows_in, sizes, write
 
@@ -373,13 +374,21 @@ def test_a_name_that_no_language_layer_has_is_refused() -> None:
         model_of(changed(target_modules="q_proj, fc1"))
 
 
-# -- whether it looked
+# -- whether it looked (3.3)
 
 
-def test_another_picture_has_another_right_answer_to_the_same_kind_of_question(shipped: Splits) -> None:
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1")
+    return importlib.import_module("my_utils_visual_question_answering")
+
+
+def test_another_picture_has_another_right_answer_to_the_same_kind_of_question(
+    shipped: Splits, utils: ModuleType
+) -> None:
     rows = shipped.test
-    partners = partners_of(rows)
-    assert partners == partners_of(rows)
+    partners = utils.partners_of(rows)
+    assert partners == utils.partners_of(rows)
     assert None not in partners
     pairs = [(row, rows[partner]) for row, partner in zip(rows, partners, strict=True)]
     assert not [row for row, other in pairs if row["kind"] != other["kind"] or set(row["facts"]) & set(other["facts"])]
@@ -389,15 +398,15 @@ def fact(says: str, kind: str = "colour") -> Row:
     return {"messages": [ASKED[0], {"role": "assistant", "content": says}], "facts": [says], "kind": kind}
 
 
-def test_a_row_without_a_partner_is_left_out() -> None:
-    assert partners_of([fact("red"), fact("red"), fact("blue", kind="shape")]) == [None, None, None]
-    assert partners_of([{"messages": fact(answer)["messages"]} for answer in ("A.", "B.")]) == [1, 0]
+def test_a_row_without_a_partner_is_left_out(utils: ModuleType) -> None:
+    assert utils.partners_of([fact("red"), fact("red"), fact("blue", kind="shape")]) == [None, None, None]
+    assert utils.partners_of([{"messages": fact(answer)["messages"]} for answer in ("A.", "B.")]) == [1, 0]
 
 
-def test_the_commonest_answer_is_that_of_the_training_rows() -> None:
+def test_the_commonest_answer_is_that_of_the_training_rows(utils: ModuleType) -> None:
     train, test = [fact("red"), fact("red"), fact("blue")], [fact("red"), *[fact("blue")] * 3]
-    assert commonest_share(train, test) == 0.25
-    assert commonest_share(train, [{"messages": ASKED}]) is None
+    assert utils.commonest_share(train, test) == 0.25
+    assert utils.commonest_share(train, [{"messages": ASKED}]) is None
 
 
 # -- the kinds that see

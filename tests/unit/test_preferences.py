@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,15 +30,7 @@ from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
-from common.tasks.preferences import (
-    MARGIN,
-    PreferenceEvaluation,
-    evaluate_preferences,
-    invented_years,
-    log_probs_of,
-    pair_metrics,
-    pair_results,
-)
+from common.tasks.preferences import MARGIN, invented_years, log_probs_of, pair_metrics, pair_results
 from common.training.loop import TrainingLoop
 from tests.unit.toys import train
 
@@ -73,18 +66,21 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture
-def loop_of(
-    tmp_path: Path, tiny: str, rows: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., TrainingLoop]]:
+def utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1")
-    find_reference = importlib.import_module("my_utils_preference_tuning").find_reference
+    return importlib.import_module("my_utils_preference_tuning")
 
+
+@pytest.fixture
+def loop_of(tmp_path: Path, tiny: str, rows: list[Row], utils: ModuleType) -> Iterator[Callable[..., TrainingLoop]]:
     def make(technique: str, **settings: Any) -> TrainingLoop:
         run = run_of(technique, model=tiny, results_root=str(tmp_path), **settings)
         tokenizer, log = load_tokenizer(run), RunRecorder(run, ALONE)
         torch.manual_seed(0)
         model = with_trained_weights(load_base_model(run, whole_model_on("cpu")), run)
-        return TrainingLoop(model, tokenizer, find_reference(log, model, tokenizer, Splits(rows, rows[:4], [])), log)
+        return TrainingLoop(
+            model, tokenizer, utils.find_reference(log, model, tokenizer, Splits(rows, rows[:4], [])), log
+        )
 
     yield make
     end_rank()
@@ -249,13 +245,13 @@ def test_results_of_pairs_make_means() -> None:
     assert pair_metrics(results.sum(0)) == pytest.approx(means)
 
 
-def test_a_summary_compares_with_the_reference() -> None:
+def test_a_summary_compares_with_the_reference(utils: ModuleType) -> None:
     answers = [
         {"facts": 2, "facts_said": facts, "invents_a_date": invents, "words": words}
         for facts, invents, words in ((2, False, 4), (1, True, 8), (0, True, 6))
     ]
     log_probs, reference = [(-1.0, -2.0), (-5.0, -3.0), (-4.0, -9.0)], [(-2.0, -2.0), (-7.0, -4.0), (-3.0, -9.0)]
-    before = PreferenceEvaluation(answers, 0.5, reference, None, 0.1).summary()
+    before = utils.PreferenceEvaluation(answers, 0.5, reference, None, 0.1).summary()
     of_answers = {
         "facts_said_share": 0.5,
         "invented_dates_share": 2 / 3,
@@ -267,7 +263,7 @@ def test_a_summary_compares_with_the_reference() -> None:
     compared = {"preference_accuracy", "reward_margin", "chosen_reward"}
     assert {name: before.pop(name) for name in compared} == dict.fromkeys(compared)
     assert before == pytest.approx({"chosen_likelier_share": 1 / 3, **of_answers})
-    assert PreferenceEvaluation(answers, 0.5, log_probs, reference, 0.1).summary() == pytest.approx({
+    assert utils.PreferenceEvaluation(answers, 0.5, log_probs, reference, 0.1).summary() == pytest.approx({
         "preference_accuracy": 2 / 3,
         "reward_margin": 0.1 * (1 + 1 - 1) / 3,
         "chosen_reward": 0.1 * (1 + 2 - 1) / 3,
@@ -293,15 +289,15 @@ def test_years_that_the_prompt_does_not_name_are_invented(answer: str, found: li
 
 
 def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
-    loop_of: Callable[..., TrainingLoop], rows: list[Row]
+    loop_of: Callable[..., TrainingLoop], rows: list[Row], utils: ModuleType
 ) -> None:
     loop = loop_of("full", per_device_eval_batch_size=5, max_new_tokens=2)
     log, tokenizer, base = loop.log, loop.tokenizer, load_base_model(loop.run, whole_model_on("cpu"))
-    before = evaluate_preferences(base, tokenizer, rows, log, "before")
+    before = utils.evaluate_preferences(base, tokenizer, rows, log, "before")
     expected = [(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in loop.train_rows.rows]
     assert before.log_probs == [pytest.approx(pair, abs=1e-4) for pair in expected]
     move(base)
-    after = evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)
+    after = utils.evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)
     assert after.reference_log_probs == before.log_probs != after.log_probs
     assert after.log_probs == log_probs_of(base, tokenizer, encode_pairs(rows, tokenizer), log, "pairs", "again")
     assert (log.folder / "predictions_after.csv").exists()

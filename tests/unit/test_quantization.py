@@ -1,10 +1,12 @@
 """Weights that are really in 4 bits, on CPU too: what is stored, what passes gradients, what comes back."""
 
+import importlib
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,14 +19,7 @@ from common.checks.inputs import check_inputs
 from common.data.batches import make_collator
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer, weight_dtype
-from common.models.quantization import (
-    check_bitsandbytes,
-    dequantized,
-    is_quantized,
-    quantization_config,
-    relative_error,
-    stored_weights,
-)
+from common.models.quantization import check_bitsandbytes, dequantized, is_quantized, quantization_config
 from common.models.trained_weights import add_lora, parameter_counts
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, job_of_run
@@ -37,6 +32,12 @@ CPU = {"": "cpu"}
 QLORA = RunConfig(technique="qlora", lora_dropout=0.0)
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "vocab_size": 2048}
 """Of a model whose matrices have 64 rows and more."""
+
+
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1")
+    return importlib.import_module("my_utils_qlora_finetuning")
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
@@ -61,18 +62,20 @@ def test_the_layers_are_stored_in_4_bits_and_the_rest_in_fp32(quantization: str)
     ("weights", "quantization"),
     [("pretrained", "nf4"), ("pretrained", "nf4-double"), ("random", "nf4"), ("random", "nf4-double")],
 )
-def test_the_planner_counts_the_bytes_that_are_stored(quantization: str, weights: str, tmp_path: Path) -> None:
+def test_the_planner_counts_the_bytes_that_are_stored(
+    quantization: str, weights: str, tmp_path: Path, utils: ModuleType
+) -> None:
     model = tiny_shape(tmp_path, **WIDE) if weights == "random" else QLORA.model
     run = replace(QLORA, quantization=quantization, weights=weights, model=model)
     base, architecture = load_base_model(run, CPU), read_architecture(model)
-    stored = stored_weights(base, weight_dtype(run))
+    stored = utils.stored_weights(base, weight_dtype(run))
     memory = device_memory(architecture, job_of_run(run, BatchShape(1, 8, 7)), whole_model(architecture))
     planned = {term.what: term.count for term in memory.terms if term.part == "weights"}
     adapted = add_lora(base, run)
     assert planned.pop("adapters") == sum(weight.nbytes for weight in adapted.parameters() if weight.requires_grad)
     assert sum(planned.values()) == pytest.approx(stored["quantized_bytes"] + stored["other_bytes"], rel=0.001)
     assert planned["embeddings, norms and head, cast to fp32"] == stored["other_bytes"]
-    assert stored_weights(adapted, torch.float32) == stored
+    assert utils.stored_weights(adapted, torch.float32) == stored
 
 
 def gradients(run: RunConfig, repack: bool) -> tuple[float, list[torch.Tensor]]:
@@ -116,15 +119,17 @@ def largest_change(found: list[torch.Tensor], expected: list[torch.Tensor]) -> f
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_dequantized_weights_are_near_the_original_ones_and_ordinary(weights: str, tmp_path: Path) -> None:
+def test_dequantized_weights_are_near_the_original_ones_and_ordinary(
+    weights: str, tmp_path: Path, utils: ModuleType
+) -> None:
     random = {"model": tiny_shape(tmp_path, **WIDE), "weights": "random", "precision": "bf16"}
     run = replace(QLORA, **(random if weights == "random" else {}))
     original, quantized = load_base_model(run, CPU, quantized=False), load_base_model(run, CPU)
     plain = dequantized(quantized, weight_dtype(run))
     assert not any(is_quantized(module) for module in [*plain.modules(), *original.modules()])
     assert not hasattr(plain.config, "quantization_config")
-    assert 0.05 < relative_error(original, plain) < 0.15
-    assert relative_error(original, original) == 0
+    assert 0.05 < utils.relative_error(original, plain) < 0.15
+    assert utils.relative_error(original, original) == 0
     assert {weight.dtype for weight in plain.parameters()} == {weight_dtype(run)}
     assert plain.model.rotary_emb.inv_freq.dtype == torch.float32  # not a weight
 
@@ -136,12 +141,12 @@ def test_what_is_stored_is_of_the_arithmetic_with_fsdp_and_bytes_else() -> None:
     assert sharded.bnb_4bit_quant_storage == sharded.bnb_4bit_compute_dtype == torch.bfloat16
 
 
-def test_weights_stored_as_bf16_hold_the_same_numbers() -> None:
+def test_weights_stored_as_bf16_hold_the_same_numbers(utils: ModuleType) -> None:
     """What FSDP divides, on one process: it needs two GPUs to be run."""
     run = replace(QLORA, device="cuda", precision="bf16", parallel="fsdp", devices=2)
     as_bf16, as_bytes = load_base_model(run, CPU), load_base_model(replace(run, parallel="ddp"), CPU)
     assert {module.weight.dtype for module in as_bf16.modules() if is_quantized(module)} == {torch.bfloat16}
-    one, other = (stored_weights(model, torch.bfloat16) for model in (as_bf16, as_bytes))
+    one, other = (utils.stored_weights(model, torch.bfloat16) for model in (as_bf16, as_bytes))
     assert one["quantized_bytes"] == other["quantized_bytes"]
     for left, right in zip(as_bf16.parameters(), as_bytes.parameters(), strict=True):
         assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))

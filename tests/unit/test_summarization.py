@@ -1,10 +1,11 @@
 """ROUGE is that of the whole set, as rouge-score has it; losses of uneven shares add up to the whole batch's."""
 
 import csv
+import importlib
 import json
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
+from common.tasks import predictions
 from common.tasks.objectives import answer_results, step_loss
-from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize
+from common.tasks.summarization import ROUGE, rouge_scores
 
 BAR = 0.35
 """What copying must not reach."""
@@ -84,9 +87,15 @@ def test_copying_is_no_summary(chats: list[Row]) -> None:
         assert rouge_scores(copied, right)["rougeL"] < BAR
 
 
-def test_summaries_are_said_and_written_row_by_row() -> None:
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "3.2_summarization" / "run_0_cpu_x2")
+    return importlib.import_module("my_utils_summarization")
+
+
+def test_summaries_are_said_and_written_row_by_row(utils: ModuleType) -> None:
     rows = [{"text": 'Ann: "Yes",\r\nBob: No.', "summary": "Ann agrees."}, {"text": "b", "summary": "c"}]
-    summaries = Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25}, 0.5)
+    summaries = utils.Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25}, 0.5)
     assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250; exact match 50%"
     assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "exact_share": 0.5, "rows": 2}
     assert summaries.lines(rows) == [
@@ -97,17 +106,17 @@ def test_summaries_are_said_and_written_row_by_row() -> None:
 
 @pytest.mark.parametrize("figures", ["text", "json"])
 def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], figures: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], figures: str, utils: ModuleType
 ) -> None:
     """By a model that repeats what it reads; batches are made by length."""
-    for module in ("summarization", "predictions"):
-        monkeypatch.setattr(f"common.tasks.{module}.gather_object", lambda own: own)
+    for module in (utils, predictions):
+        monkeypatch.setattr(module, "gather_object", lambda own: own)
     rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
     run = RunConfig(task="summarization", technique="full", per_device_eval_batch_size=2, log_format=figures)
     rank, parrot = Rank(0, 1, "cpu", "python"), torch.nn.Module()
     log = SimpleNamespace(run=run, rank=rank, folder=tmp_path, memory=PeakMemory(rank))
     parrot.generate = lambda input_ids, attention_mask, **settings: input_ids
-    summaries = summarize(parrot, AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), rows, log, "after")
+    summaries = utils.summarize(parrot, AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), rows, log, "after")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     expected = {f"{name}_after": value for name, value in summaries.rouge.items()}
     assert [json.loads(line) for line in lines] == ([expected] if figures == "json" else [])
