@@ -30,8 +30,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
                  (*SUMMARIES, "--batch_size", "8")),
     "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
                     (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
-    "rewards": ("3.5_reinforcement_learning/run_0_cpu_x1/my_workflow_reinforcement_learning.py", 2, (*ANSWERS,
-                "--technique", "lora", "--lora_dropout", "0", "--parallel", "ddp", "--batch_size", "16")),
+    "rewards": ("3.5_reinforcement_learning/run_0_cpu_x2/my_workflow_reinforcement_learning.py", 2, (*ANSWERS,
+                "--technique", "lora", "--lora_dropout", "0", "--batch_size", "16")),
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 
