@@ -74,7 +74,7 @@ tables-check: $(RUNS)
 test: $(TESTS) ## what a change needs: every kind of test once
 	@$(PYTEST) -m "not slow" tests
 
-test-slice: $(TESTS) ## half of the slow tests, the other one with each commit, and those of what changed; says what it leaves out
+test-slice: $(TESTS) ## a third of the slow tests, another one with each commit, and those of what changed; says what it leaves out
 	@$(BIN)/python -m tests.durations --slice
 	@$(PYTEST) --slice -m "not alone" tests
 	@$(BIN)/python -m pytest -q --slice -m alone tests/network || test $$? -eq 5  # 5: it is not alone's turn

@@ -5,7 +5,7 @@
     python -m tests.durations --slice               which slow tests the slice has, and which it leaves out
 
 `tests/durations.json` has seconds per file for fast tests, and per test for slow ones. `make test-all` renews it. A
-slice has half of the slow tests, the other half after the next commit, and those that directly import what changed
+slice has a third of the slow tests, the next third after the next commit, and those that directly import what changed
 since then, or run a changed technique folder, as far as `SLICE_MINUTES` go.
 """
 
@@ -35,7 +35,7 @@ SHARES_RANKS = re.compile(r"recipes/|fake_gpus/|faults/test_resume|unit/test_(pi
 SHARED_BY_ALL = ("tests/fixtures.py", "tests/forked.py", "tests/pace.py", "tests/conftest.py", "tests/durations.py")
 WORKERS = 2
 FAST_MINUTES, SLICE_MINUTES = 6, 12
-TURNS = 2
+TURNS = 3
 """After so many commits each slow test was in a slice, while the kept durations stay."""
 LISTED = 15
 """Most lines of what was added."""

@@ -1,4 +1,4 @@
-"""The tests stay within their time, and every slow one is in one of two successive slices."""
+"""The tests stay within their time, and every slow one is in one of three successive slices."""
 
 from collections import Counter
 from itertools import chain
@@ -56,7 +56,7 @@ def test_successive_slices_have_every_slow_test_and_none_takes_too_long() -> Non
 
 
 def test_what_changed_is_added_as_far_as_there_is_time() -> None:
-    slow = {f"tests/unit/test_{name}.py::test_it[{n}]": 30.0 for name in ("loud", "quiet") for n in range(40)}
+    slow = {f"tests/unit/test_{name}.py::test_it[{n}]": 30.0 for name in ("loud", "quiet") for n in range(45)}
     turn, more = slice_of(slow, ["tests/unit/test_loud.py"], 0)
     assert {test.partition("[")[0] for test in more} == {"tests/unit/test_loud.py::test_it"}
     assert (len(turn), len(more)) == (
@@ -68,9 +68,9 @@ def test_what_changed_is_added_as_far_as_there_is_time() -> None:
 
 
 def test_tests_that_share_ranks_run_all_or_none() -> None:
-    slow = {f"tests/recipes/test_{name}.py::test_it[{n}]": 600.0 - n for name in "abcd" for n in range(2)}
+    slow = {f"tests/recipes/test_{name}.py::test_it[{n}]": 600.0 - n for name in "abcdef" for n in range(2)}
     turn, more = slice_of(slow, ["tests/recipes/test_b.py"], 0)
-    assert Counter(test.partition("::")[0] for test in turn) == {f"tests/recipes/test_{name}.py": 2 for name in "ac"}
+    assert Counter(test.partition("::")[0] for test in turn) == {f"tests/recipes/test_{name}.py": 2 for name in "ad"}
     assert more == []  # of 40 minutes of a worker
 
 
