@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.data.answer_ends import stops_of
+from common.data.answer_ends import Stops, stops_of
 from common.data.rows import NO_ROW, Row, Tokens
 from common.data.templates import prompt_ids
 from common.runtime.recorder import RunRecorder
@@ -28,7 +28,7 @@ from common.training.steps import Metrics, Tokenizer
 
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")  # 1000 to 2099: no prompt of this folder's data has one
 VLLM_SHARE = 0.3  # of the GPU's memory, for its weights and cache
-EPSILON = 1e-4  # of TRL: groups whose rewards are equal have no deviation
+SMALL = 1e-4  # of TRL, beside the deviation of a group
 
 
 def names_without_year(
@@ -41,7 +41,7 @@ def names_without_year(
     scores = []
     for (message,), names in zip(completions, facts, strict=True):
         label = message["content"]
-        named = sum(name in label for name in names) / len(names)
+        named = sum(name in label for name in names) / max(1, len(names))
         scores.append(named - bool(YEAR.search(label)) - (not label.endswith(".")))
     return scores
 
@@ -70,7 +70,13 @@ def vllm_of(loop: TrainingLoop) -> Any:
         enable_sleep_mode=True,
         temperature=run.temperature,
         max_completion_length=run.max_new_tokens,
+        generation_kwargs={"stop": list(stops_of_model(loop).texts) or None, "include_stop_str_in_output": True},
     )
+
+
+def stops_of_model(loop: TrainingLoop) -> Stops:
+    """Return where the model stops, by its tokenizer and its generation config."""
+    return stops_of(loop.tokenizer, loop.model.generation_config.eos_token_id)
 
 
 def sample_groups(loop: TrainingLoop, prompts: Batch, vllm: Any = None) -> Answers:
@@ -83,10 +89,11 @@ def sample_groups(loop: TrainingLoop, prompts: Batch, vllm: Any = None) -> Answe
         if vllm:
             vllm.sync_weights()
             _, ids, *_ = vllm.generate([row["input_ids"] for row in asked], images=None, num_generations=1)
-            answers = ended_answers(loop.tokenizer, stops_of(loop.tokenizer), asked, ids)
+            answers = ended_answers(loop.tokenizer, stops_of_model(loop), asked, ids)
         else:
             answers = answers_to(loop.model, loop.tokenizer, asked, run, seeds)
-    loop.work.tokens += answers.tokens - int(prompts["attention_mask"].sum())  # each prompt once was counted before
+    counted = int(prompts["attention_mask"].sum())  # each prompt once, before
+    loop.work.tokens += run.num_iterations * answers.tokens - counted
     loop.work.generating_s += time.perf_counter() - start_s
     return answers
 
@@ -97,7 +104,13 @@ def advantages_in_groups(rewards: torch.Tensor, size: int) -> torch.Tensor:
     `rewards` of `size` answers to a prompt follow each other. Of a group that agrees all are 0: it teaches nothing.
     """
     groups = rewards.view(-1, size)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + EPSILON)).flatten()
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + SMALL)
+    return (advantages * groups_differ(rewards, size).unsqueeze(1)).flatten()
+
+
+def groups_differ(rewards: torch.Tensor, size: int) -> torch.Tensor:
+    """Return whether the rewards of each group differ, shape (groups,); a mean's rounding is no difference."""
+    return rewards.view(-1, size).amax(1) > rewards.view(-1, size).amin(1)
 
 
 def batch_to_learn(prompts: Sequence[Tokens], answers: Sequence[list[int]], pad: int, multiple: int) -> Batch:
@@ -165,7 +178,8 @@ def reference_log_probs(loop: TrainingLoop, reference: PreTrainedModel | None, b
 def note_rewards(loop: TrainingLoop, answers: Answers, rewards: torch.Tensor) -> None:
     """Count the step's rewards for the log, and after the first step say what would teach nothing."""
     counted = torch.tensor([row["row"] != NO_ROW for row in answers.prompts])  # the others only fill a step up
-    differ = (rewards.view(-1, loop.run.num_generations).std(1) > 0).repeat_interleave(loop.run.num_generations)
+    size = loop.run.num_generations
+    differ = groups_differ(rewards, size).repeat_interleave(size)
     figures = {
         "reward": rewards,
         "groups_that_differ": differ,

@@ -2,7 +2,7 @@
 
 from bench.page.runs import rise_on_general_texts
 from bench.tables.table import Table, column
-from bench.tables.tasks import generating_time
+from bench.tables.tasks import generating_and_learning
 from common.base.run_config import RunConfig
 from common.records.store import REAL, VARIANTS, Record, kept_records
 from common.reporting.columns import Column
@@ -103,7 +103,7 @@ TABLES = {
             Column("Right samples", _sampled_right),
             FORGOTTEN[0].titled("General texts"),
             FORGOTTEN[1],
-            Column("Answering + learning", generating_time),
+            Column("Answering + learning", generating_and_learning),
         ),
     ),
     "real-variants": Table(

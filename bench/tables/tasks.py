@@ -110,7 +110,7 @@ def _reference_time(row: Row) -> str:
     return clock(fmean(seconds)) if seconds else "in each step"
 
 
-def generating_time(row: Row) -> str:
+def generating_and_learning(row: Row) -> str:
     """Return how long a rank answered, and how long it learnt from the answers."""
     run = row["seeds"][0]
     answering_s = run["rollouts"]["generating_s"]
@@ -189,7 +189,8 @@ TABLES = {
     "rewards-settings": Table(
         lambda records: [*rewarded(records), *waiting_for_task(records, "rewards")],
         ("setting", "figures", "model_id", "devices", "seeds", REWARD, DATES, FACTS_SAID, WORDS, SAMPLES_DIFFER,
-         Column("Generating + learning", generating_time), "mean_time", "speedup_of_task", "planned", "command"),
+         Column("Generating + learning", generating_and_learning), "mean_time", "speedup_of_task", "planned",
+         "command"),
     ),
     "rewards-front": Table(
         rewarded,

@@ -137,8 +137,8 @@ class SettingsParser(OneSentenceParser, TrlParser):
             raise BadInputError(f"--config {file} has no names with values: write `name: value` lines.")
         if "env" in found:  # TRL would set it, and a module that PYTHONPATH leads to would run
             raise BadInputError(f"--config {file} has env, but sets no variables: set them where you start the run.")
-        if "reward" in found:
-            raise BadInputError(f"--config {file} has reward, which names code to run: pass --reward yourself.")
+        for name in found.keys() & {"reward", "run_folder"}:
+            raise BadInputError(f"--config {file} has {name}, which leads to code to run: pass --{name} yourself.")
         values = {str(name): value for name, value in found.items()}
         for option in self._actions:
             value = values.get(option.dest)

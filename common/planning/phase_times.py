@@ -37,16 +37,17 @@ class PhaseTimes:
 
 
 def generating_time(architecture: Architecture, job: Job, gpu: Gpu) -> float:
-    """Return the seconds of answering as many prompts as a step's batch learns from; 0 on a CPU, and without rewards.
+    """Return the seconds of generating the answers of a batch, a step's all together; 0 on a CPU, and without rewards.
 
     A CPU's speed is measured in whole steps.
     """
-    shape, rows = job.evaluation, job.batch.rows
+    shape, rows = job.evaluation, job.batch.rows * job.accumulation_steps
     if shape is None or gpu.name == CPU_DEVICE or not job.batch.goal.rewards:
         return 0.0
     at_once = min(rows, shape.rows)
     answer_s = shape.new_tokens * _token_s(architecture, job, shape, gpu, at_once, stages=1)
-    return -(-rows // at_once) * (_pass_s(architecture, job, gpu, at_once, shape.prompt_length) + answer_s)
+    step_s = -(-rows // at_once) * (_pass_s(architecture, job, gpu, at_once, shape.prompt_length) + answer_s)
+    return step_s / job.accumulation_steps
 
 
 def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | None:

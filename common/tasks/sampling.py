@@ -61,6 +61,8 @@ def generated_ids(
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     batch.update(pictures)
     how = {"max_new_tokens": max_new_tokens, "do_sample": False, "logits_processor": list(noise)}
+    if noise:  # a sample is the model's own, whatever its generation config adds
+        how["repetition_penalty"] = 1.0
     generated = model.generate(**batch.to(model.device), **how, **stops.settings(tokenizer))
     return generated[:, batch["input_ids"].shape[1] :].tolist()
 
@@ -84,11 +86,17 @@ def answers_to(
 
 
 def ended_answers(tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Tokens], ids: Sequence[list[int]]) -> Answers:
-    """Return generated tokens up to the first one that ends an answer, as answers to the prompts."""
-    ends = [next((n for n, token in enumerate(each) if token in stops.token_ids), None) for each in ids]
-    whole = [each if end is None else each[: end + 1] for each, end in zip(ids, ends, strict=True)]
-    texts = map(stops.cut, tokenizer.batch_decode(whole, skip_special_tokens=True))
-    return Answers(list(prompts), whole, list(texts), [end is not None for end in ends])
+    """Return generated tokens as answers to the prompts: up to the token or text that ends one, without padding."""
+    whole, texts, ended = [], [], []
+    for each in ids:
+        end = next((n for n, token in enumerate(each, 1) if token in stops.token_ids), None)
+        text = tokenizer.decode(each[:end], skip_special_tokens=True)
+        if ends_by_text := any(stop in text for stop in stops.texts):
+            end = next(n for n in range(len(each), 0, -1) if each[n - 1] != tokenizer.pad_token_id)
+        whole.append(each[:end])
+        texts.append(stops.cut(text))
+        ended.append(ends_by_text or end is not None)
+    return Answers(list(prompts), whole, texts, ended)
 
 
 def seed_of(*numbers: int) -> int:

@@ -41,11 +41,11 @@ def _imported(name: str, run: RunConfig) -> Reward:
     sys.path.insert(0, str(REPOSITORY / run.run_folder))
     try:
         function = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # of the user's own code
         raise BadInputError(
-            f"reward is {name}, which cannot be imported ({first_sentence(error)}): write it as module:function, "
-            "of a module in the run folder, or where the command is given."
-        ) from None
+            f"reward is {name}, which cannot be imported ({type(error).__name__}: {first_sentence(error)}): write it "
+            "as module:function, of a module in the run folder, or where the command is given."
+        ) from error
     finally:
         sys.path.pop(0)
     if not callable(function) or inspect.iscoroutinefunction(function):
@@ -57,27 +57,31 @@ def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
     """Return the weighted sum of the run's rewards of each answer, shape (answers,), fp32.
 
     Raises:
-        BadInputError: a reward raises, returns other than a number for each answer, or None of all of them.
+        BadInputError: a reward raises or returns other than a number or None for each answer, or all return only None.
     """
     rows = [row["asked"] for row in answers.prompts]
-    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    names = dict.fromkeys(name for row in rows for name in row["columns"])
+    columns = {name: [row["columns"].get(name) for row in rows] for name in names}
     given = {
         **columns,
         "prompts": [row["messages"][:-1] for row in rows],
         "completions": [[{"role": "assistant", "content": text}] for text in answers.texts],
         "completion_ids": answers.ids,
     }
-    total = torch.zeros(len(rows))
+    total, some_apply = torch.zeros(len(rows)), False
     for (function, weight), name in zip(reward_functions(run), names_in(run.reward), strict=True):
         try:
             found = list(function(**given))
             scores = torch.tensor([0.0 if score is None else float(score) for score in found])
         except Exception as error:  # of the user's own code
             raise BadInputError(f"The reward {name} fails: {type(error).__name__}: {first_sentence(error)}") from error
-        if len(scores) != len(rows) or not scores.isfinite().all() or all(score is None for score in found):
+        if len(scores) != len(rows) or not scores.isfinite().all():
             raise BadInputError(
                 f"The reward {name} returns {begin_of(found, 60)} for {len(rows)} answers: return a finite number for "
                 "each, or None for those that it does not apply to."
             )
         total += weight * scores
+        some_apply |= any(score is not None for score in found)
+    if not some_apply:
+        raise BadInputError(f"reward is {run.reward}, which returns None for all {len(rows)} answers: score some.")
     return total

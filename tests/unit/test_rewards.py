@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from common.base.errors import BadInputError
 from common.base.parsing import parse_overrides
@@ -20,6 +23,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks import inputs
 from common.checks.inputs import check_inputs
+from common.data.answer_ends import Stops
 from common.data.prompts import check_prompts, tokenize_prompts
 from common.data.rows import Row, Splits
 from common.data.splits import load_splits
@@ -29,7 +33,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.tasks.sampling import Answers, answers_to, seed_of
+from common.tasks.sampling import Answers, answers_to, ended_answers, seed_of
 from common.tasks.scoring import rewards_of
 from common.training.loop import TrainingLoop
 
@@ -154,6 +158,33 @@ def test_loss_and_gradients_are_those_of_trl(
         assert ((ratio - 1).abs() > loop.run.epsilon).any()
 
 
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_later_updates_compare_with_the_model_that_answered_and_the_one_before_training(
+    technique: str, loop_of: Callable, folder: tuple
+) -> None:
+    """Which of the first step are the same: the weights that training begins with."""
+    workflow, utils = folder
+    settings = {"beta": 0.5, "num_iterations": 2, "learning_rate": 0.05, "warmup_steps": 0, "max_steps": 1}
+    loop = loop_of(technique, **settings)
+    for ((prompts, _),) in loop.steps():
+        answers = utils.sample_groups(loop, prompts)
+        advantages = utils.advantages_in_groups(rewards_of(answers, loop.run), GROUP)
+        ((batch, _),) = utils.batches_to_learn(loop, answers, advantages)
+        with torch.no_grad():
+            first = utils.log_probs_of(loop, loop.model, batch)
+        for _ in range(2):
+            now = utils.log_probs_of(loop, loop.model, batch)
+            workflow.policy_loss(now, {**batch, "before": first, "reference": first}, loop.run).backward()
+            loop.update()
+    assert (now - first).abs().max() > 0.1
+    log, rows = RunRecorder(replace(loop.run, run_name="by-the-workflow"), ALONE), load_splits(loop.run).train[:8]
+    torch.manual_seed(0)
+    model = load_base_model(loop.run, whole_model_on("cpu"))
+    trained = workflow.train(log, model, loop.tokenizer, Splits(rows, rows[:4], []))
+    for (name, weight), expected in zip(trained.model.named_parameters(), loop.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, msg=name)
+
+
 def moved(loop: TrainingLoop, by: float) -> LlamaForCausalLM:
     """The loop's model with weights that differ by so much."""
     other, generator = copy.deepcopy(loop.model), torch.Generator().manual_seed(1)
@@ -208,7 +239,28 @@ def test_an_answer_ends_with_its_end_token_or_where_it_must(loop_of: Callable) -
         assert "<|end|>" not in text
 
 
+def test_an_answer_that_a_text_ends_has_no_padding(loop_of: Callable) -> None:
+    loop = loop_of()
+    *_, end = loop.tokenizer("Room", add_special_tokens=False).input_ids
+    text, pad = loop.tokenizer.decode([end]), loop.tokenizer.pad_token_id
+    stops = Stops((loop.tokenizer.eos_token_id,), (text,))
+    ids = [[5, end, pad, pad], [5, 6, 7, 8], [5, 6, loop.tokenizer.eos_token_id, pad]]
+    answers = ended_answers(loop.tokenizer, stops, [loop.train_rows[0]] * 3, ids)
+    assert (answers.ids, answers.ended) == ([ids[0][:2], ids[1], ids[2][:3]], [True, False, True])
+    assert text not in answers.texts[0]
+
+
+def test_samples_are_the_models_own_whatever_its_generation_config_adds(loop_of: Callable) -> None:
+    found = []
+    for penalty in (1.0, 5.0):
+        loop = loop_of()
+        loop.model.generation_config.repetition_penalty = penalty
+        found.append(answers_to(loop.model, loop.tokenizer, [loop.train_rows[0]] * 8, loop.run, range(8)).ids)
+    assert found[0] == found[1]
+
+
 def test_groups_that_agree_teach_nothing_and_a_group_adds_up_to_nothing(folder: tuple) -> None:
+    assert folder[1].advantages_in_groups(torch.full((16,), 0.95), 8).abs().max() == 0, "0.95 has no exact mean"
     advantages = folder[1].advantages_in_groups(torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 2.0]), 3)
     assert advantages[:3].tolist() == [0, 0, 0]
     assert advantages[3:].sum().item() == pytest.approx(0, abs=1e-6)
@@ -326,7 +378,7 @@ def answered(*texts: str) -> Answers:
         ("too_few", r"returns \[1.0\] for 2 answers"),
         ("infinite", "finite number"),
         ("a_text", "fails: ValueError"),
-        ("for_none", "finite number for each, or None"),
+        ("for_none", "None for all 2 answers"),
     ],
 )
 def test_a_reward_that_cannot_be_is_one_sentence(name: str, said: str) -> None:
@@ -340,6 +392,7 @@ def test_a_reward_that_cannot_be_is_one_sentence(name: str, said: str) -> None:
     [
         ({"reward": ""}, "pass functions as module:function"),
         ({"reward": "no_such_module:score"}, "cannot be imported"),
+        ({"reward": "broken_reward:score"}, "cannot be imported .SyntaxError"),
         ({"reward": "tests.unit.test_rewards:no_such"}, "cannot be imported"),
         ({"reward": "tests.unit.test_rewards:TINY"}, "no function"),
         ({"reward": "tests.unit.test_rewards:later"}, "no function that returns numbers"),
@@ -348,9 +401,15 @@ def test_a_reward_that_cannot_be_is_one_sentence(name: str, said: str) -> None:
         ({"reward_weights": "nan"}, "a number for each"),
     ],
 )
-def test_what_names_no_reward_is_refused(settings: dict[str, str], said: str) -> None:
+def test_what_names_no_reward_is_refused(
+    settings: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_reward.py").write_text("def score(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    places = list(sys.path)
     with pytest.raises(BadInputError, match=said):
         rewards_of(answered("a"), run_of(**settings))
+    assert sys.path == places
 
 
 def test_rewards_are_added_up_with_their_weights_and_none_counts_nothing() -> None:
@@ -360,6 +419,19 @@ def test_rewards_are_added_up_with_their_weights_and_none_counts_nothing() -> No
     assert rewards_of(answers, run_of(reward=names)).tolist() == pytest.approx([plain[0] + 1, plain[1]])
     weighted = rewards_of(answers, run_of(reward=names, reward_weights="-1, 0.5"))
     assert weighted.tolist() == pytest.approx([0.5 - plain[0], -plain[1]])
+    names = names.replace("for_some", "for_none")
+    assert rewards_of(answers, run_of(reward=names)).tolist() == plain, "one of them applies to no row of this batch"
+
+
+def test_a_column_that_some_rows_lack_is_none_there() -> None:
+    rows = rows_of({"prompt": "Who?"}, {"prompt": "Who?", "right": "Lathom"})
+    prompts = [{"input_ids": [1], "asked": row} for row in rows]
+    answers = Answers(prompts, [[2]] * 2, ["a", "b"], [True] * 2)
+    assert rewards_of(answers, run_of(reward="tests.unit.test_rewards:has_right")).tolist() == [0, 1]
+
+
+def has_right(right: list[str | None], **_: object) -> list[float]:
+    return [float(each is not None) for each in right]
 
 
 def for_some(completions: list[list[dict[str, str]]], **_: object) -> list[float | None]:
@@ -378,16 +450,16 @@ def test_the_folders_rule_wants_names_a_full_stop_and_no_year(folder: tuple) -> 
     assert folder[1].names_without_year(said, [["Harp", "Lathom"]] * len(labels)) == [1, 0.5, 0, 0, -1]
 
 
+def test_a_sum_is_right_by_its_last_number(folder: tuple) -> None:
+    said = [[{"role": "assistant", "content": text}] for text in ("13 + 8 = 21.", "21 is 13 + 8", "many", "21")]
+    assert folder[1].is_right(said, ["21"] * 4) == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"num_generations": 1}, "num_generations is 1"),
         ({"per_device_train_batch_size": 6}, "no whole number of prompts: pass --batch_size 8"),
-        ({"temperature": 0.0}, "temperature is 0"),
-        ({"epsilon": 0.0}, "epsilon is 0"),
-        ({"num_iterations": 0}, "num_iterations is 0"),
-        ({"beta": -0.1}, "beta is -0.1"),
-        ({"train_on": "all"}, "train_on is all"),
         ({"loss_type": "sft"}, "loss_type is sft, but task is rewards"),
     ],
 )
@@ -397,9 +469,10 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object], said: 
 
 
 def test_code_to_run_is_named_by_who_starts_a_run_and_not_in_a_file(tmp_path: Path) -> None:
-    (tmp_path / "of_others.yaml").write_text("reward: evil:run\n")
-    with pytest.raises(BadInputError, match="names code to run"):
-        parse_overrides(run_of(), ["--config", str(tmp_path / "of_others.yaml")])
+    for line in ("reward: evil:run", "run_folder: evil"):
+        (tmp_path / "of_others.yaml").write_text(line)
+        with pytest.raises(BadInputError, match="leads to code to run"):
+            parse_overrides(run_of(), ["--config", str(tmp_path / "of_others.yaml")])
     assert parse_overrides(run_of(), ["--reward", "mine:score"]).reward == "mine:score"
 
 
@@ -431,10 +504,14 @@ def test_a_prompt_without_room_for_its_answer_is_refused(tiny: str, tmp_path: Pa
 # -- vLLM
 
 
+SIGNATURE = inspect.signature(VLLMGeneration)
+
+
 class EchoingVllm:
     """Stands in for TRL's class: answers with two tokens and an end token, and goes on behind it."""
 
     def __init__(self, model: LlamaForCausalLM, accelerator: object, tokenizer: Any, **settings: Any) -> None:
+        SIGNATURE.bind(model, accelerator, tokenizer, **settings)
         self.model, self.tokenizer, self.settings, self.synced = model, tokenizer, settings, []
 
     def sync_weights(self) -> None:
