@@ -98,7 +98,7 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
         reference, vllm = reference_of(model, run), vllm_of(loop)
     with log.phase("training"):
         for step in loop.steps():
-            ((prompts, _),) = step
+            ((prompts, _),) = step  # one batch
             answers = sample_groups(loop, prompts, vllm)  # (3)
             rewards = rewards_of(answers, run)  # (4)
             note_rewards(loop, answers, rewards)
@@ -110,9 +110,9 @@ def train(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: 
                     with exchanging(replica, is_last):
                         now = log_probs_of(loop, replica, batch)
                         batch.setdefault("before", now.detach())  # of the model that answered
-                        loss = policy_loss(now, batch, run)
+                        loss = policy_loss(now, batch, run)  # weighted: a step's batches add up to its mean
                         loop.add_loss(loss / run.num_iterations)
-                        loop.scaler.scale(loss * log.rank.world_size).backward()
+                        loop.scaler.scale(loss * log.rank.world_size).backward()  # DDP divides by the ranks
                 loop.update()
     return loop
 

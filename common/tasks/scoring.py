@@ -3,7 +3,9 @@
 import inspect
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from pkgutil import resolve_name
 
 import torch
@@ -37,8 +39,9 @@ def reward_functions(run: RunConfig) -> list[tuple[Reward, float]]:
 
 
 def _imported(name: str, run: RunConfig) -> Reward:
-    """Return the function of this name; modules of the run's own folder are found wherever the command was given."""
-    sys.path.insert(0, str(REPOSITORY / run.run_folder))
+    """Return the function of this name, of a module in the run's own folder, or where the command was given."""
+    places = [str(REPOSITORY / run.run_folder), str(Path.cwd())]
+    sys.path[:0] = places
     try:
         function = resolve_name(name)
     except Exception as error:  # of the user's own code
@@ -47,10 +50,16 @@ def _imported(name: str, run: RunConfig) -> Reward:
             "as module:function, of a module in the run folder, or where the command is given."
         ) from error
     finally:
-        sys.path.pop(0)
+        del sys.path[: len(places)]
     if not callable(function) or inspect.iscoroutinefunction(function):
-        raise BadInputError(f"reward is {name}, which is no function that returns numbers: name another.")
+        raise BadInputError(f"reward is {name}, which is no function that returns numbers: write module:function.")
     return function
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where the user's code failed; empty = it was not entered."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return "" if frame.filename == __file__ else f" in {Path(frame.filename).name}, line {frame.lineno}"
 
 
 def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
@@ -71,10 +80,16 @@ def rewards_of(answers: Answers, run: RunConfig) -> torch.Tensor:
     total, some_apply = torch.zeros(len(rows)), False
     for (function, weight), name in zip(reward_functions(run), names_in(run.reward), strict=True):
         try:
-            found = list(function(**given))
-            scores = torch.tensor([0.0 if score is None else float(score) for score in found])
+            found = function(**given)
         except Exception as error:  # of the user's own code
-            raise BadInputError(f"The reward {name} fails: {type(error).__name__}: {first_sentence(error)}") from error
+            raise BadInputError(
+                f"The reward {name} fails{_place_of(error)}: {type(error).__name__}: {first_sentence(error)}. It is "
+                f"given {', '.join(given)}, and a completion is a list of messages: mend it, or pass another --reward."
+            ) from error
+        try:  # a text has no __float__
+            scores = torch.tensor([0.0 if score is None else score.__float__() for score in found])
+        except (TypeError, AttributeError):
+            scores = torch.zeros(0)
         if len(scores) != len(rows) or not scores.isfinite().all():
             raise BadInputError(
                 f"The reward {name} returns {begin_of(found, 60)} for {len(rows)} answers: return a finite number for "

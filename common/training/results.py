@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -175,7 +176,10 @@ def count_steps(loop: TrainingLoop) -> None:
     memory, part = loop.log.memory, loop.part
     if loop.rank.device != "cpu":
         return
-    batch = loop.batch_of([{**row, "row": 0} for row in _longest(loop.train_rows.rows, loop.run.rows_per_rank)])
+    rows = _longest(loop.train_rows.rows, loop.run.rows_per_rank)
+    if loop.run.goal.rewards:  # a prompt has several answers
+        rows = list(islice(cycle(rows), loop.run.rows_per_rank))
+    batch = loop.batch_of([{**row, "row": 0} for row in rows])
     label_count = max(1, sum(map(loop.objective.labels_in, loop.train_rows.rows[:1])))
     with torch.random.fork_rng():
         part.back_propagate(batch, label_count)  # buffers of this shape are there from now on

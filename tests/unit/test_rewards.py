@@ -353,7 +353,11 @@ def infinite(completions: list[Any], **_: object) -> list[float]:
 
 
 def a_text(completions: list[Any], **_: object) -> list[str]:
-    return ["good"] * len(completions)
+    return ["1.0"] * len(completions)
+
+
+def needs_more(solution: list[str], **_: object) -> list[float]:
+    return [1.0] * len(solution)
 
 
 def for_none(completions: list[Any], **_: object) -> list[None]:
@@ -373,11 +377,12 @@ def answered(*texts: str) -> Answers:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", "KeyError: 'colour'"),
-        ("nothing", "fails: TypeError"),
+        ("raises", r"fails in test_rewards.py, line \d+: KeyError: 'colour'"),
+        ("needs_more", r"fails: TypeError.* given facts, prompts"),
+        ("nothing", "returns None for 2 answers"),
         ("too_few", r"returns \[1.0\] for 2 answers"),
         ("infinite", "finite number"),
-        ("a_text", "fails: ValueError"),
+        ("a_text", r"returns \['1.0', '1.0'\] for 2 answers"),
         ("for_none", "None for all 2 answers"),
     ],
 )
@@ -410,6 +415,12 @@ def test_what_names_no_reward_is_refused(
     with pytest.raises(BadInputError, match=said):
         rewards_of(answered("a"), run_of(**settings))
     assert sys.path == places
+
+
+def test_a_reward_is_found_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards_of_here.py").write_text("def score(completions, **_):\n    return [3] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    assert rewards_of(answered("a"), run_of(reward="rewards_of_here:score")).tolist() == [3]
 
 
 def test_rewards_are_added_up_with_their_weights_and_none_counts_nothing() -> None:
