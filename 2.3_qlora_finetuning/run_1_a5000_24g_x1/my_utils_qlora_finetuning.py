@@ -26,7 +26,7 @@ from common.models.quantization import dequantized
 from common.models.shards import byte_count, free_model, is_quantized
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import whole_row_results
+from common.tasks.objectives import answer_results
 from common.training.export import save_and_free
 from common.training.loop import TrainingLoop
 
@@ -127,7 +127,7 @@ def validation_loss(model: torch.nn.Module, loop: TrainingLoop, tokenizer: PreTr
     collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
     for places in within_budget([len(row["input_ids"]) for row in rows], tokens_at_once(model)):
         batch = collate([rows[place] for place in places])
-        sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
+        sums += answer_results(next_token_logits(model, batch).cpu()[:, :-1], batch["labels"][:, 1:]).sum(0)
     return (sums[0] / sums[1]).item()
 
 

@@ -95,6 +95,11 @@ class PlannerOptions:
                 )
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
+        if self.task == "rewards" and self.max_length <= self.max_new_tokens:
+            raise BadInputError(
+                f"--seq-len is {self.max_length}, but an answer may take --max-new-tokens {self.max_new_tokens} of it: "
+                "pass a longer row, or shorter answers."
+            )
         if self.dp_replicate_size and self.parallel and not PARALLELISMS[self.parallel].uses_fsdp:
             raise BadInputError(f"--dp-replicate-size is for --parallel fsdp, not {self.parallel}: leave it out.")
         idle = not_meant_for(RunConfig(technique=self.technique)) if self.technique else {}
@@ -179,13 +184,14 @@ def job_of(options: PlannerOptions) -> Job:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
     if options.quantization and method and not method.quantizes:
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
+    learnt = options.max_new_tokens if task_of(options).rewards else options.max_length
     return Job(
         technique="lora",
         parallel="single",
         batch=BatchShape(
             options.per_device_train_batch_size,
             options.max_length,
-            labelled=1 if options.classes else options.max_target_length or _learnt(options),
+            labelled=1 if options.classes else options.max_target_length or learnt,
             classes=options.classes,
             target_length=options.max_target_length or 0,
             tiles=options.tiles or 0,
@@ -203,18 +209,6 @@ def job_of(options: PlannerOptions) -> Job:
         trains_tower=not options.freeze_vision_tower,
         cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
     )
-
-
-def _learnt(options: PlannerOptions) -> int:
-    """Return the tokens of a row that are learnt: all, but with rewards those of the answer, which ends the row."""
-    if not task_of(options).rewards:
-        return options.max_length
-    if options.max_length <= options.max_new_tokens:
-        raise BadInputError(
-            f"--seq-len is {options.max_length}, but an answer may take --max-new-tokens {options.max_new_tokens} of "
-            "it: pass a longer row, or shorter answers."
-        )
-    return options.max_new_tokens
 
 
 def task_of(options: PlannerOptions) -> Task:

@@ -41,11 +41,6 @@ Scores = tuple[float | None, float | None]
 # -- in training
 
 
-def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the same of logits at all positions and of the tokens themselves: position t predicts token t + 1."""
-    return answer_results(logits[:, :-1], labels[:, 1:])
-
-
 ANSWERS = Objective(
     lambda tokenizer, _, run: make_collator(tokenizer, multiple=run.pad_to_multiple_of),
     answer_results,

@@ -46,8 +46,7 @@ from common.planning.step_speed import COUNTED
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
-from common.tasks.answers import whole_row_results
-from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, answer_results
 from common.training.checkpoints import (
     BAD,
     FULL_STATE,
@@ -564,7 +563,7 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
     tokenizer, model = load_tokenizer(run), load_base_model(run, {"": "cpu"})
     rows = tokens_of(load_splits(run).validation, tokenizer, run)
     batch, positions = make_collator(tokenizer)(rows), []
-    sums = whole_row_results(next_token_logits(model, batch), batch["labels"]).sum(0)
+    sums = answer_results(next_token_logits(model, batch)[:, :-1], batch["labels"][:, 1:]).sum(0)
     model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[1]))
     loop = TrainingLoop(add_lora(model, run), tokenizer, Splits(rows, rows, []), RunRecorder(run, ALONE))
     assert loop.evaluate()[VALIDATION_LOSS] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-6)
