@@ -95,7 +95,7 @@ class PlannerOptions:
                 )
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
-        if self.task == "rewards" and self.max_length <= self.max_new_tokens:
+        if task_of(self).rewards and self.max_length <= self.max_new_tokens:
             raise BadInputError(
                 f"--seq-len is {self.max_length}, but an answer may take --max-new-tokens {self.max_new_tokens} of it: "
                 "pass a longer row, or shorter answers."
