@@ -1,4 +1,4 @@
-"""The memory of a DPO step where it differs from a step on answers: TRL's head, and the pass of the reference.
+"""The memory of a DPO or GRPO step where it differs from a step on answers: TRL's head, the pass of the reference.
 
 The head multiplies a tile of the logits at a time (trl/kernels/chunked_logprob.py). On a GPU a Triton kernel works
 within the tile, on positions with an answer's token alone; elsewhere PyTorch's operations work beside it, on all
@@ -20,7 +20,7 @@ FORWARD_BESIDE, BACKWARD_BESIDE = 13, 29
 
 
 class PairSums(DeviceSums):
-    """The terms of one device in a step on pairs of answers."""
+    """The terms of one device in a step that learns from log-probabilities of pairs of answers, or of samples."""
 
     @property
     def positions(self) -> int:

@@ -34,10 +34,10 @@ class Objective:
     loss: Callable[..., torch.Tensor] | None = None
     labels_in: Callable[[Tokens], int] = labels_in  # how many labels of a row are to be predicted
     needs_losses_alone: bool = False  # `results` are the sum of a row's losses and their number, without logits
-    # where a row's loss compares two answers: the sum of a batch's losses, and what each row counts for, from the run,
-    # the model, what is called (in training another module around it), and a batch
-    pair_loss: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
-    pair_results: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
+    # where the loss reads log-probabilities of whole answers: a batch's summed loss, and what each row counts for, from
+    # the run, the model, what is called (in training another module around it), and a batch
+    loss_of_model: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
+    results_of_model: Callable[[RunConfig, Any, torch.nn.Module, dict[str, Any]], torch.Tensor] | None = None
     prepare: Callable[[PreTrainedModel, RunConfig], None] | None = None  # what is done to a model before it trains
 
 

@@ -143,8 +143,8 @@ PAIRS = Objective(
     best_metric=VALIDATION_LOSS,
     higher_is_better=False,
     labels_in=lambda row: int(_is_pair(row)),
-    pair_loss=dpo_loss,
-    pair_results=_compared,
+    loss_of_model=dpo_loss,
+    results_of_model=_compared,
     prepare=lambda model, _: prepare_for_log_probs(model),
 )
 

@@ -57,7 +57,7 @@ REWARDS = Objective(
     metrics=mean_reward,
     best_metric=REWARD,
     higher_is_better=True,
-    pair_loss=policy_gradient,
-    pair_results=greedy_rewards,
+    loss_of_model=policy_gradient,
+    results_of_model=greedy_rewards,
     prepare=lambda model, run: prepare_for_log_probs(model, run.temperature),
 )

@@ -92,8 +92,8 @@ class Part:
         """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
         inputs = on_device(batch, self.rank.device)
         with padding_known(batch), self.autocast():
-            if self.objective.pair_loss:
-                return self.objective.pair_loss(self.run, self.model, self.module, inputs) / label_count
+            if self.objective.loss_of_model:
+                return self.objective.loss_of_model(self.run, self.model, self.module, inputs) / label_count
             if self.objective.loss is None or self.takes_chunks:
                 return self.module(**inputs, num_items_in_batch=label_count, use_cache=False).loss
             labels = inputs.pop("labels")
@@ -140,7 +140,7 @@ class Part:
 
     def inputs_for_loss(self, batch: Batch) -> Batch:
         """Return a collated batch, still on the CPU, told where to compute logits if the model can be told."""
-        if self.objective.pair_loss:
+        if self.objective.loss_of_model:
             return batch
         if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
             batch = without_mask(batch)
@@ -172,8 +172,8 @@ class Part:
 
     def results(self, batch: Batch) -> torch.Tensor:
         """Return what each row counts for (`Objective.results`), shape (rows, k), with logits of answers alone."""
-        if self.objective.pair_results:
-            return self.objective.pair_results(self.run, self.model, self.model, batch)
+        if self.objective.results_of_model:
+            return self.objective.results_of_model(self.run, self.model, self.model, batch)
         if self.takes_chunks:
             losses = self.called(**batch).token_losses
             answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)
