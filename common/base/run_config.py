@@ -280,6 +280,13 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"devices is {devices}, but cannot be spread evenly over {run.nodes} nodes: pass --devices "
          f"{-(-devices // run.nodes) * run.nodes}."),
         (run.unshardable(), run.unshardable()),
+        (devices % run.sp_size,
+         f"sp_size is {run.sp_size}, but {devices} devices cannot form equal groups of so many: pass a divisor, such as "
+         f"--sp {math.gcd(devices, run.sp_size)}."),
+        (run.sp_size > 1 and run.padding_free == "no",
+         f"sp_size is {run.sp_size}, but padding_free is no, and rows are divided where they are packed: leave it out."),
+        (run.sp_size > 1 and run.torch_compile,
+         f"torch_compile is True, but sp_size is {run.sp_size}, not tested with it: pass --torch_compile false."),
         (0 < run.partitions < run.data_parallel_ranks,
          f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass one for each, or 0."),
         # micro-batches

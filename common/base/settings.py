@@ -296,6 +296,14 @@ class ParallelismSettings:
         *HELD_1,
         OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp),
     )
+    sp_size: int = setting(
+        1,
+        "With ddp and fsdp: ranks that share the tokens of each row (sequence parallel); 1 = each has its own rows.",
+        *HELD_1,
+        OnlyFor("ddp and fsdp (2.8)", lambda run: run.parallelism.replicates or run.parallelism.uses_fsdp),
+        OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers),
+        aliases=("--sp",),
+    )
     offload: Literal["none", "cpu"] = setting(
         "none",
         "With fsdp and zero: cpu = shards wait in the host's memory (zero1, zero2: optimizer states alone).",

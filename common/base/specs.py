@@ -331,6 +331,7 @@ class HasSpecs:
     parallel: str
     devices: int
     dp_replicate_size: int
+    sp_size: int
 
     @property
     def method(self) -> Technique:
@@ -344,8 +345,8 @@ class HasSpecs:
 
     @property
     def data_parallel_ranks(self) -> int:
-        """Ranks that work on rows of their own."""
-        return self.devices if self.parallelism.splits_rows else 1
+        """Ranks that work on rows of their own; with sequence parallel groups of ranks, which share their rows."""
+        return self.devices // self.sp_size if self.parallelism.splits_rows else 1
 
     @property
     def shard_ranks(self) -> int:
@@ -354,9 +355,10 @@ class HasSpecs:
 
     @property
     def sharing(self) -> str:
-        """The parallelism's name, with hybrid sharding the copies and the ranks of each: `fsdp`, `fsdp-2x4`."""
+        """The parallelism's name, with the sizes of its groups: `fsdp`, `fsdp-2x4` (hybrid sharding), `ddp-sp2`."""
         hybrid = f"-{self.dp_replicate_size}x{self.shard_ranks}" if self.dp_replicate_size > 1 else ""
-        return f"{self.parallel}{hybrid}"
+        sequence = f"-sp{self.sp_size}" if self.sp_size > 1 else ""
+        return f"{self.parallel}{hybrid}{sequence}"
 
     def unshardable(self) -> str:
         """Return why the devices cannot hold so many copies of the model, each sharded; empty = they can."""

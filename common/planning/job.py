@@ -141,6 +141,7 @@ class Job(HasSpecs):
     batch: BatchShape  # of one data-parallel rank and step, before accumulation
     devices: int = 1
     dp_replicate_size: int = 1  # with fsdp: copies of the model, each sharded by an equal group of the devices
+    sp_size: int = 1  # devices that share the tokens of each row
     precision: Precision = "bf16"
     quantization: Quantization = "nf4"
     optimizer: str = "adamw_torch_fused"
@@ -282,7 +283,14 @@ class Job(HasSpecs):
 
     def alone(self, batch: BatchShape, **changes: Any) -> "Job":
         """Return the job with such a batch on one device, which holds the whole model, and with other changes."""
-        on_one = {"parallel": "single", "devices": 1, "dp_replicate_size": 1, "micro_batches": 1, "offload": False}
+        on_one = {
+            "parallel": "single",
+            "devices": 1,
+            "dp_replicate_size": 1,
+            "sp_size": 1,
+            "micro_batches": 1,
+            "offload": False,
+        }
         return replace(self, batch=batch, **on_one, **changes)
 
     def check_targets(self, architecture: Architecture) -> None:
@@ -370,6 +378,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         batch=replace(batch.padded_to(run.pad_to_multiple_of), rows=filled_up),
         devices=run.devices,
         dp_replicate_size=run.dp_replicate_size,
+        sp_size=run.sp_size,
         precision=run.precision,
         quantization=run.quantization,
         optimizer=run.optim,
