@@ -37,7 +37,7 @@ class WorkDone:
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
         if "cu_seq_lens_q" in inputs:  # packed: real rows alone, or one filler row
-            self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
+            self.tokens += int(inputs["cu_seq_lens_q"][len(row_numbers)]) if is_row.all() else 0  # of all ranks' parts
         else:
             mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
             self.tokens += int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
@@ -63,7 +63,8 @@ class FirstStepReport(TrainerCallback):
             return
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
-            laid_out = f"packed without padding, {batch['input_ids'].numel()} tokens"
+            own, all_tokens = batch["input_ids"].numel(), int(batch["cu_seq_lens_q"][-1])
+            laid_out = f"packed without padding, {own} " + (f"of {all_tokens} " if own < all_tokens else "") + "tokens"
             first = batch["input_ids"][0, : batch["cu_seq_lens_q"][1]]
         else:
             laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
