@@ -4,8 +4,6 @@ Outside attention a token needs no other. Within it each rank exchanges its part
 part of the heads, with all tokens, and the results back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509).
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,43 +18,41 @@ from common.models.separate_rows import separate_rows
 from common.runtime.rank import exchange_timeout
 
 EXCHANGED_HEADS = "exchanged_heads"  # its name as an attention implementation
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def divide_rows(model: PreTrainedModel | PeftModel, run: RunConfig) -> None:
-    """Let attention exchange tokens for heads with the ranks that share this one's rows; called on every rank."""
+    """Let attention exchange tokens for heads with the ranks that share this one's rows; called on every rank.
+
+    `attend` returns the attention of this rank's tokens to those of all ranks, shape (1, tokens, heads, width). Query,
+    key and value have shape (1, heads, tokens, width). `cu_seq_lens_q`: where the rows of all ranks' tokens begin and
+    end; None: rows are whole on each rank, as where it answers questions.
+    """
     if run.attention == "sdpa":
         separate_rows(model)
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     name = base.config._attn_implementation
+    attend_to_all = AttentionInterface()[name]
     group, _ = dist.new_subgroups(run.sp_size, timeout=exchange_timeout(run))  # of ranks that follow each other
-    AttentionInterface.register(EXCHANGED_HEADS, partial(attend, group, AttentionInterface()[name]))
+
+    def attend(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        **about: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if cu_seq_lens_q is None:
+            return attend_to_all(module, query, key, value, attention_mask, **about)
+        about |= {"cu_seq_lens_q": cu_seq_lens_q, "position_ids": None}  # those are of this rank's tokens alone
+        query, key, value = tokens_for_heads(group, query, key, value)
+        result, _ = attend_to_all(module, query, key, value, attention_mask, **about)
+        return heads_for_tokens(group, result), None
+
+    AttentionInterface.register(EXCHANGED_HEADS, attend)
     AttentionMaskInterface.register(EXCHANGED_HEADS, AttentionMaskInterface()[name])
     base.set_attn_implementation(EXCHANGED_HEADS)
-
-
-def attend(
-    group: dist.ProcessGroup,
-    attend_to_all: Attention,
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    **about: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the attention of this rank's tokens to those of all ranks, shape (1, tokens, heads, width).
-
-    Query, key and value have shape (1, heads, tokens, width). `cu_seq_lens_q`: where the rows of all ranks' tokens
-    begin and end; None: rows are whole on each rank, as where it answers questions.
-    """
-    if cu_seq_lens_q is None:
-        return attend_to_all(module, query, key, value, attention_mask, **about)
-    about.pop("position_ids", None)  # of this rank's tokens alone
-    query, key, value = tokens_for_heads(group, query, key, value)
-    result, _ = attend_to_all(module, query, key, value, attention_mask, cu_seq_lens_q=cu_seq_lens_q, **about)
-    return heads_for_tokens(group, result), None
 
 
 def tokens_for_heads(

@@ -8,12 +8,15 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from common.base.errors import begin_of
 from common.base.print_prefix import print_figures
 from common.data.rows import IGNORED_LABEL, NO_ROW
 from common.hardware.devices import read_memory
 from common.models.shards import local_part
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, REWARD, VALIDATION_LOSS
+
+LONGEST_TEXT = 1000  # of a mini-batch's first row, as it is printed
 
 
 @dataclass
@@ -69,7 +72,7 @@ class FirstStepReport(TrainerCallback):
         else:
             laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
             first = batch["input_ids"][0][batch["attention_mask"][0].bool()]
-        text = self.tokenizer.decode(first)
+        text = begin_of(self.tokenizer.decode(first), LONGEST_TEXT)
         print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 
 
