@@ -7,7 +7,7 @@ from bench.tables.table import NOT_PUBLISHED
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.reporting.rows import NOT_RUN, Row, kind_of
+from common.reporting.rows import NOT_RUN, Row, kind_of, kind_of_run
 
 
 def footnote(row: Row) -> str:
@@ -53,7 +53,7 @@ def _folder_like(row: Row) -> str | None:
     def is_like(run: RunConfig) -> bool:
         if run.goal.reporting:
             return row.get("task", "").startswith(run.task)
-        return "task" not in row and (run.technique, run.parallel, run.devices) == (*kind_of(row), devices)
+        return "task" not in row and (*kind_of_run(run), run.devices) == (*kind_of(row), devices)
 
     return next(
         (

@@ -41,6 +41,7 @@ from common.reporting.rows import (
     completed,
     groups_of,
     kind_of,
+    kind_of_run,
     model_of,
     step_s,
 )
@@ -138,7 +139,7 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
     return [
         (f"`{folder.name}`", not_run(folder, run), run)
         for folder, run in run_folders().items()
-        if run.device == "cuda" and not run.goal.reporting and (run.technique, run.parallel) in kinds
+        if run.device == "cuda" and not run.goal.reporting and kind_of_run(run) in kinds
     ]
 
 

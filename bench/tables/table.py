@@ -30,7 +30,7 @@ from common.reporting.rows import (
     devices_of,
     first_device,
     kind_name,
-    kind_of,
+    kind_of_run,
     model_of,
 )
 
@@ -53,7 +53,7 @@ def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:
     found = [
         _as_record(result)
         for result in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-        if metric in result and (not kinds or kind_of(result) in kinds)
+        if metric in result and (not kinds or (result["technique"], result["parallel"]) in kinds)
     ]
     firsts = {row["technique"]: row for row in reversed(found)}
     return [{**row, "baseline": firsts[row["technique"]]} for row in found]
@@ -94,7 +94,7 @@ def waiting(records: Iterable[Record], *kinds: Kind) -> list[Row]:
         not_run(folder, run)
         for folder, run in run_folders().items()
         if not run.goal.reporting and run.run_folder not in done
-        if not kinds or (run.technique, run.parallel) in kinds
+        if not kinds or kind_of_run(run) in kinds
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY, command_here
-from common.base.run_config import DEFAULTS, SET_ASIDE, idle_settings
+from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
@@ -28,6 +28,7 @@ SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
 MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
 
 Kind = tuple[str, str]  # technique and parallelism
+WITH_SP = "+sp"
 # Settings that say where results go and what they are called: no cause of a difference
 NAMING = (
     *("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "log_level"),
@@ -37,7 +38,7 @@ NAMING = (
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
-    *("stages", "device_map", "schedule", "micro_batches", "offload", "dp_replicate_size"),
+    *("stages", "device_map", "schedule", "micro_batches", "offload", "dp_replicate_size", "sp_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format", "log_level"),
     *("run_folder", "run_name", "results_root"),
 }
@@ -135,8 +136,18 @@ def metrics_of(record: Record) -> tuple[Metric, ...]:
 
 
 def kind_of(row: Row) -> Kind:
-    """Return technique and parallelism."""
-    return row["technique"], row["parallel"]
+    """Return technique and parallelism, `ddp+sp` where ranks share rows as well."""
+    return row["technique"], row["parallel"] + WITH_SP * shares_rows(row)
+
+
+def kind_of_run(run: RunConfig) -> Kind:
+    """Return the same of a run that nobody may have taken."""
+    return run.technique, run.parallel + WITH_SP * (run.sp_size > 1)
+
+
+def shares_rows(row: Row) -> bool:
+    """Return whether ranks share the tokens of each row (sequence parallel)."""
+    return row["config"].get("sp_size", 1) > 1
 
 
 def task_of(record: Record) -> str:
@@ -156,7 +167,7 @@ def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> li
 
 def in_order(records: Iterable[Record], task: str) -> list[Record]:
     """Return a task's completed runs in the order of folders and settings, each control after its setting."""
-    order = list(product(TECHNIQUES, PARALLELISMS))
+    order = [(technique, way + sp) for technique, way, sp in product(TECHNIQUES, PARALLELISMS, ("", WITH_SP))]
     return sorted(
         completed(records, task=task),
         key=lambda record: (
@@ -250,7 +261,8 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 def kind_name(row: Row) -> str:
     """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
     how = PARALLELISMS[row["parallel"]]
-    return TECHNIQUES[row["technique"]].title + ("" if how.is_single else f" with {how.label}")
+    also = " and SP" * shares_rows(row)
+    return TECHNIQUES[row["technique"]].title + ("" if how.is_single else f" with {how.label}{also}")
 
 
 def setting_name(row: Row) -> str:
@@ -277,7 +289,7 @@ def model_of(row: Row) -> str:
 
 def data_parallel_ranks(row: Row) -> int:
     """Return the number of ranks that worked on rows of their own; the stages of a model work on the same rows."""
-    return len(row["world"]) if PARALLELISMS[row["parallel"]].splits_rows else 1
+    return len(row["world"]) // row["config"].get("sp_size", 1) if PARALLELISMS[row["parallel"]].splits_rows else 1
 
 
 def first_device(row: Row) -> str:
