@@ -53,7 +53,7 @@ def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:
     found = [
         _as_record(result)
         for result in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-        if metric in result and (not kinds or (result["technique"], result["parallel"]) in kinds)
+        if metric in result and (not kinds or kind_of(result) in kinds)
     ]
     firsts = {row["technique"]: row for row in reversed(found)}
     return [{**row, "baseline": firsts[row["technique"]]} for row in found]
@@ -128,7 +128,7 @@ def not_run(folder: Path, run: RunConfig) -> Row:
         "run_folder": str(place),
         "config": {**run.to_dict(), "dp_replicate_size": 1},  # its folder's name tells copies
         "environment": {"devices": [run.gpu or "CPU"]},
-        "world": [{}] * run.data_parallel_ranks,
+        "world": [{}] * (run.data_parallel_ranks * run.sp_size),
         "peak_learning_rate": run.peak_learning_rate,
         "command": f"make run FOLDER={place}" if run.nodes == 1 else f"a torchrun on each of {run.nodes} machines",
     }

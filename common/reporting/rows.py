@@ -147,7 +147,12 @@ def kind_of_run(run: RunConfig) -> Kind:
 
 def shares_rows(row: Row) -> bool:
     """Return whether ranks share the tokens of each row (sequence parallel)."""
-    return row["config"].get("sp_size", 1) > 1
+    return sp_size_of(row) > 1
+
+
+def sp_size_of(row: Row) -> int:
+    """Return how many ranks share a row's tokens; older records, and rows of plans, do not say."""
+    return row.get("config", {}).get("sp_size", 1)
 
 
 def task_of(record: Record) -> str:
@@ -289,7 +294,7 @@ def model_of(row: Row) -> str:
 
 def data_parallel_ranks(row: Row) -> int:
     """Return the number of ranks that worked on rows of their own; the stages of a model work on the same rows."""
-    return len(row["world"]) // row["config"].get("sp_size", 1) if PARALLELISMS[row["parallel"]].splits_rows else 1
+    return len(row["world"]) // sp_size_of(row) if PARALLELISMS[row["parallel"]].splits_rows else 1
 
 
 def first_device(row: Row) -> str:
