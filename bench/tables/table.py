@@ -30,6 +30,7 @@ from common.reporting.rows import (
     devices_of,
     first_device,
     kind_name,
+    kind_of,
     kind_of_run,
     model_of,
 )
