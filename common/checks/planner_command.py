@@ -1,6 +1,7 @@
 """The planner's answer to its options: a table and a recommendation, or JSON."""
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,10 +23,10 @@ from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
-from common.planning.plan_texts import explanation, recommendation, table, why
-from common.planning.plans import Plan, make_plan
+from common.planning.plan_texts import explanation, longest_table, recommendation, table, why
+from common.planning.plans import LONGEST_ROW, Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.ranking import SORTED_BY, ranked_plans, usual_precision
+from common.planning.ranking import SORTED_BY, longest_rows, ranked_plans, usual_precision
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
@@ -62,6 +63,8 @@ def answer(options: PlannerOptions) -> int:
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
+    if options.max_length.is_most:  # of training alone, and beyond what the model has learnt to read
+        job, architecture = replace(job, evaluation=None), replace(architecture, max_length=LONGEST_ROW)
     plans = ranked_plans(
         architecture,
         job,
@@ -73,7 +76,10 @@ def answer(options: PlannerOptions) -> int:
         options.precision,
         options.micro_batches,
         options.dp_replicate_size,
+        options.sp_size,
     )
+    if options.max_length.is_most:
+        return answer_longest(plans, options, calibration)
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
     several = shared and cluster.nodes > 1
@@ -108,7 +114,8 @@ def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[
     cluster, job = plan.cluster, plan.job
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"
-    own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
+    sp_size = math.gcd(job.sp_size, len(gpus))
+    own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1, sp_size=sp_size)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
     most_s = plan.rows_per_step / (alone.rows_per_step / alone.time.total_s)
     gbit = fast_enough_from_gbit(plan.architecture, job, cluster, most_s, calibration)
@@ -123,6 +130,34 @@ def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[
     return said, figures
 
 
+def answer_longest(plans: Sequence[Plan], options: PlannerOptions, calibration: Calibration) -> int:
+    """Print how long a row may be in each way to train; 0 if one fits in some, else 1."""
+    longest = longest_rows(plans, options.gradient_checkpointing, calibration)
+    readable = read_architecture(options.model, options.model_revision).max_length
+    reaches = f"{options.model} has learnt to read {readable:,} tokens"
+    if options.json:
+        ways = [
+            {
+                "way": plan.job.sharing,
+                "technique": plan.job.technique,
+                "tokens": tokens,
+                "step_time_s": plan.time.total_s,
+                "tokens_per_s": plan.tokens_per_s,
+                "limit": limit,
+            }
+            for tokens, plan, limit in longest
+        ]
+        figures = {"model": options.model, "figures": "projected", "max_length": readable, "longest_rows": ways}
+        print(json.dumps(figures, indent=2))
+    else:
+        gpus = f"{len(plans[0].cluster.gpus)} x {plans[0].cluster.gpus[0].name}"
+        print(
+            f"{options.model}, {gpus}: how long one row per rank (or group of ranks that share it) may be in training"
+        )
+        print(f"{longest_table(longest)}\n{reaches}; every figure is projected, and is that of training alone")
+    return 0 if longest[0].tokens else 1
+
+
 def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
     """Return the contract's JSON; numbers are in GiB (2^30 bytes), seconds and US dollars."""
     return {
@@ -134,6 +169,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "technique": plan.job.technique,
                 "parallel": plan.job.parallel,
                 "dp_replicate_size": plan.job.dp_replicate_size,
+                "sp_size": plan.job.sp_size,
                 "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,
@@ -234,6 +270,7 @@ def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str)
         task=job.batch.task,
         parallel=options.parallel or ("ddp" if devices > 1 else "single"),
         devices=devices,
+        sp_size=options.sp_size or 1,
         model=options.model,
         model_revision=options.model_revision,
         weights="random",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, Self
 
 from common.base.errors import BadInputError, begin_of
 from common.base.parsing import SettingsParser
@@ -12,13 +12,14 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import Architecture
 from common.planning.job import OPTIMIZER_BYTES, OTHER_TOKENS, BatchShape, EvaluationShape, Job, Precision, Quantization
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, TOKENS_STEP
 from common.planning.time_plan import Cluster, parse_link
 
 DESCRIPTION = """Plan a training: memory, time and cost of every technique and parallelism, before a GPU is rented.
 
     python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
+    python -m common.planner --model qwen2.5-7b --gpu a100-80 --gpus 4 --seq-len max
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
 
 Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
@@ -34,6 +35,17 @@ def shared(name: str, default: object, doc: str = "", **for_argparse: object) ->
     """Return an option that is a run's setting: its names and its help, with the planner's own default."""
     of_run = {each.name: each.metadata for each in fields(RunConfig)}[name]
     return field(default=default, metadata={**of_run, "help": doc or of_run["help"], **for_argparse})
+
+
+class Tokens(int):
+    """A number of tokens; `max` on the command line stands for as many as fit, and is the first step of the search."""
+
+    is_most = False
+
+    def __new__(cls, number: int | str) -> Self:
+        tokens = super().__new__(cls, TOKENS_STEP if number == "max" else number)
+        tokens.is_most = number == "max"
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,9 @@ class PlannerOptions:
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row.", aliases=("--seq-len", "--seq_len"))
+    max_length: Tokens = setting(
+        Tokens(1024), "Tokens per row; max = how long it may be.", aliases=("--seq-len", "--seq_len")
+    )
     max_target_length: int | None = setting(
         None, "Tokens per summary; without it: as a row.", aliases=("--target-len", "--target_len")
     )
@@ -77,6 +91,7 @@ class PlannerOptions:
     dp_replicate_size: int | None = shared(
         "dp_replicate_size", None, "With fsdp: sharded copies; without it: one, on several machines also one on each."
     )
+    sp_size: int | None = shared("sp_size", None, "Ranks that share each row; without it: 1, or a machine's if needed.")
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
     usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
@@ -86,7 +101,7 @@ class PlannerOptions:
     def __post_init__(self) -> None:
         """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
-                     "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "rows_per_epoch",
+                     "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "sp_size", "rows_per_epoch",
                      "gpu_memory_gib", "gpu_tflops", "usd_per_hour"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan

@@ -123,6 +123,12 @@ class Architecture:
         return sum(self.by_part().values())
 
     @property
+    def sp_sizes(self) -> list[int]:
+        """How many ranks may share its rows (sequence parallel): those of an encoder are not shared."""
+        kinds = {stack.kind for stack in self.stacks}
+        return sp_sizes(self.heads, self.kv_heads) if kinds == {StackKind.DECODER} else [1]
+
+    @property
     def layers(self) -> int:
         """Of all stacks together."""
         return sum(stack.layers for stack in self.stacks)
@@ -243,6 +249,19 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
 
     stacks = (replace(stack, linears=tuple(map(sliced, stack.linears))) for stack in architecture.stacks)
     return replace(architecture, stacks=tuple(stacks), **{field: size // ranks for field, size in sizes.items()})
+
+
+def sp_sizes(heads: int, kv_heads: int) -> list[int]:
+    """Return how many ranks may share a model's attention heads evenly (sequence parallel): 1, and any others.
+
+    Grouped heads that are fewer than the ranks are repeated.
+    """
+    return [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
+
+
+def exchanged_keys(architecture: Architecture, ranks: int) -> int:
+    """Return the size of a token's keys, or its values, as so many ranks exchange them: a head for each at least."""
+    return max(architecture.kv_heads, ranks) * architecture.head_dim
 
 
 # -- families of models

@@ -6,10 +6,11 @@ from collections.abc import Container, Sequence
 from tabulate import tabulate
 
 from common.hardware.devices import Gpu, time_text
-from common.planning.architectures import StackKind
+from common.planning.architectures import StackKind, exchanged_keys
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
-from common.planning.plans import Plan
+from common.planning.plans import TOKENS_STEP, Plan
+from common.planning.ranking import Longest
 from common.planning.shares import part_of_rank, sees, whole_model
 from common.planning.terms import DeviceMemory, Kind
 from common.planning.tower_activations import TowerActivations
@@ -23,7 +24,7 @@ def why(plan: Plan) -> str:
         help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
         return (
             f"does not fit: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
-            f"{_largest_parts(memory)}; {help_}"
+            f"{memory.largest_parts}; {help_}"
         )
     if not plan.may_fit:
         return f"does not fit: {phase_that_is_too_large(plan)}"
@@ -33,8 +34,11 @@ def why(plan: Plan) -> str:
     waits = plan.time.exposed_s / plan.time.total_s
     remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
     device, gpu, phase = plan.highest
+    has_own_rows = job.sp_size == 1 or job.parallelism.shards
+    template = job.parallelism.why if has_own_rows else "the model is replicated"
     reasons = [
-        job.parallelism.why.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
+        template.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
+        f"{job.sp_size} devices share the tokens of each row, and in attention its heads" if job.sp_size > 1 else "",
         f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
@@ -45,11 +49,6 @@ def why(plan: Plan) -> str:
         f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows" if plan.fits else "",
     ]
     return "; ".join(filter(None, reasons))
-
-
-def _largest_parts(memory: DeviceMemory) -> str:
-    parts = sorted(memory.parts_gib.items(), key=lambda part: -part[1])[:2]
-    return " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
 
 
 def phase_that_is_too_large(plan: Plan) -> str:
@@ -63,7 +62,7 @@ def phase_that_is_too_large(plan: Plan) -> str:
     )
     return (
         f"training fits, but {phase.name} takes {phase.memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device "
-        f"{device} ({phase.alive}), most of it {_largest_parts(phase.memory)}; {help_}"
+        f"{device} ({phase.alive}), most of it {phase.memory.largest_parts}; {help_}"
     )
 
 
@@ -126,6 +125,23 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         used.setdefault(plan.job.precision, {})[plan.job.method.short] = None
     precisions = "; ".join(f"{', '.join(techniques)} in {precision}" for precision, techniques in used.items())
     return f"{outlined(rows, headers, range(2))}\nprecision: {precisions}"
+
+
+def longest_table(longest: Sequence[Longest]) -> str:
+    """Format how long a row may be in each way as a table for a terminal."""
+    rows = [
+        [
+            plan.name.replace(plan.job.method.label, plan.job.method.short, 1),
+            f"{tokens:,}" if tokens else f"under {TOKENS_STEP:,}",
+            _seconds(plan.time.total_s) if tokens else "-",
+            f"{plan.tokens_per_s:,.0f}" if tokens else "-",
+            limit,
+        ]
+        for tokens, plan, limit in longest
+    ]
+    return outlined(
+        rows, ("strategy", "tokens of\nthe longest row", "step", "tokens\nper s", "GiB, most of it"), (0, 4)
+    )
 
 
 def outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], texts: Container[int]) -> str:
@@ -194,7 +210,7 @@ def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
 
 def _letters(plan: Plan) -> str:
     """Return what the letters of the formulas stand for in this plan."""
-    architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.batch
+    architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.own_batch
     rows, target = batch.sequences // job.micro_batches, batch.target_length or batch.length
     lengths = f"S = {batch.length} tokens, T = B S = {rows * batch.length:,}"
     if len(architecture.stacks) > 1:
@@ -212,7 +228,7 @@ def _letters(plan: Plan) -> str:
     return (
         f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}"
         f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, Q = {architecture.query_size:,}, "
-        f"K = {architecture.key_size:,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
+        f"K = {exchanged_keys(architecture, job.sp_size):,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
         f"x = {hidden_bytes(architecture, job)}, w = {job.weight_bytes} bytes"
     )
 

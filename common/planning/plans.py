@@ -1,6 +1,6 @@
 """Plans of runs: a job's memory, time and cost on a cluster; all numbers are projected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from common.planning.time_plan import Calibration, Cluster, StepTime, calibratio
 from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
+TOKENS_STEP, LONGEST_ROW = 1024, 2**21  # the same of tokens of a row
 DEFAULT_ROWS_PER_EPOCH = 10_000
 ROOMY_SHARE = 0.25  # of a device, that validation and answers may take whatever training takes
 
@@ -235,21 +236,30 @@ class Plan:
     def max_batch_size(self) -> int:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
         step = self.job.micro_batches
-        most = max(1, LARGEST_BATCH // step)
-        return step * largest(lambda steps: self._fits_with(steps * step), most, self._rows_expected() // step)
+        return step * self._most(lambda steps: self._job_with(rows=steps * step), LARGEST_BATCH // step, 1)
 
-    def _rows_expected(self) -> int:
-        """Return the rows that would fit if all devices shared all memory, and each row took as much as the next."""
-        rows, devices = self.job.batch.rows, list(zip(self.shares, self.cluster.gpus, strict=True))
+    @cached_property
+    def longest_row(self) -> int:
+        """The most tokens of a row, in steps of `TOKENS_STEP`, that fit in training; 0 = not even the first step."""
+        most = LONGEST_ROW // TOKENS_STEP
+        return TOKENS_STEP * self._most(lambda steps: self.job_with_row(steps * TOKENS_STEP), most, 16)
+
+    def _most(self, job_with: Callable[[int], Job], most: int, tried: int) -> int:
+        """Return the largest number of rows or tokens, of which `job_with` makes jobs, that fits.
+
+        The search starts where it would be if all devices shared all memory, and it grew as from `tried` to its double.
+        """
+        devices = list(zip(self.shares, self.cluster.gpus, strict=True))
         need, twice_need = (
-            sum(memory_with_overhead(self.architecture, job, *device).safe_gib for device in devices)
-            for job in map(self._job_with, (rows, 2 * rows))
+            sum(memory_with_overhead(self.architecture, job_with(number), *device).safe_gib for device in devices)
+            for number in (tried, 2 * tried)
         )
         room = sum(gpu.memory_gib for _, gpu in devices) - need
-        return int(rows * (1 + room / max(twice_need - need, 1 / GIB)))
+        guess = int(tried * (1 + room / max(twice_need - need, 1 / GIB)))
+        return largest(lambda number: self._fits_with(job_with(number)), max(1, most), guess)
 
-    def _fits_with(self, rows: int) -> bool:
-        architecture, gpus, job = self.architecture, self.cluster.gpus, self._job_with(rows)
+    def _fits_with(self, job: Job) -> bool:
+        architecture, gpus = self.architecture, self.cluster.gpus
         if job.parallelism.splits_layers and not self.placed_by_hand:
             return device_maps.shares_that_fit(architecture, job, gpus) is not None
         return all(
@@ -257,8 +267,13 @@ class Plan:
             for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
         )
 
-    def _job_with(self, rows: int) -> Job:
-        return replace(self.job, batch=replace(self.job.batch, rows=rows))
+    def _job_with(self, **shape: int) -> Job:
+        return replace(self.job, batch=replace(self.job.batch, **shape))
+
+    def job_with_row(self, tokens: int) -> Job:
+        """Return the job with rows of so many tokens (0: of the fewest that are tried), all of which are learnt."""
+        tokens = tokens or TOKENS_STEP
+        return self._job_with(length=tokens, labelled=tokens)
 
     @property
     def name(self) -> str:
@@ -298,6 +313,13 @@ def make_plan(
 def _check_fit(architecture: Architecture, job: Job) -> None:
     """Refuse target modules, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
+    if job.sp_size not in (sizes := architecture.sp_sizes):
+        fitting = [size for size in sizes if job.devices % size == 0]
+        raise NotPlannedError(
+            f"--sp is {job.sp_size}, but {architecture.name} has {architecture.heads} attention and "
+            f"{architecture.kv_heads} key-value heads, which so many ranks cannot share evenly: pass --sp {max(fitting)}, "
+            f"or GPUs in groups of {', '.join(map(str, sizes[1:])) or 1}."
+        )
     batch, name, tower = job.batch, architecture.name, architecture.tower
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
         if length > architecture.max_length:
