@@ -59,7 +59,8 @@ def content() -> dict[str, list[Any]]:
         ],
         "longest_rows": longest_rows(),
         "longest_rows_not_planned": [
-            {"reason": each["reason"], "points": each["points"]} for each in _file(MEMORY_PATH)["longest_rows"]["excluded"]
+            {"reason": each["reason"], "points": each["points"]}
+            for each in _file(MEMORY_PATH)["longest_rows"]["excluded"]
         ],
         "memory_not_planned": [{"reason": each["reason"], "points": each["points"]} for each in excluded()],
         "rates_not_used": rates_not_used(),

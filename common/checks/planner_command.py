@@ -15,7 +15,7 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
-from common.checks.planner_options import PlannerOptions, cluster_of, evaluation_of, job_of, read_options
+from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, evaluation_of, job_of, read_options
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
 from common.planning.architectures import as_classifier, read_architecture
@@ -23,10 +23,10 @@ from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
-from common.planning.plan_texts import explanation, longest_table, recommendation, table, why
+from common.planning.plan_texts import explanation, recommendation, table, why
 from common.planning.plans import LONGEST_ROW, Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.ranking import SORTED_BY, longest_rows, ranked_plans, usual_precision
+from common.planning.ranking import LONGEST_FIRST, SORTED_BY, longest_rows, ranked_plans, usual_precision
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
@@ -63,8 +63,10 @@ def answer(options: PlannerOptions) -> int:
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
-    if options.max_length.is_most:  # of training alone, and beyond what the model has learnt to read
-        job, architecture = replace(job, evaluation=None), replace(architecture, max_length=LONGEST_ROW)
+    is_longest = isinstance(options.max_length, Tokens)
+    if is_longest:  # of training alone, and beyond what the model has learnt to read, where its positions allow it
+        readable = LONGEST_ROW if architecture.family.is_llama_like else architecture.max_length
+        job, architecture = replace(job, evaluation=None), replace(architecture, max_length=readable)
     plans = ranked_plans(
         architecture,
         job,
@@ -78,8 +80,9 @@ def answer(options: PlannerOptions) -> int:
         options.dp_replicate_size,
         options.sp_size,
     )
-    if options.max_length.is_most:
-        return answer_longest(plans, options, calibration)
+    if is_longest:
+        plans = longest_rows(plans, options.gradient_checkpointing, calibration)
+    sorted_by = LONGEST_FIRST if is_longest else SORTED_BY
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
     several = shared and cluster.nodes > 1
@@ -89,7 +92,7 @@ def answer(options: PlannerOptions) -> int:
         run = None
         with suppress(BadInputError):
             run = command_of(plans[0]) if plans[0].may_fit else None
-        said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
+        said = as_json(options.model, plans, assumptions, options.rows_per_epoch) | {"sorted_by": sorted_by}
         one_machine = {"one_machine": figures_alone} if alone else {}
         print(json.dumps(said | one_machine | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
@@ -98,7 +101,7 @@ def answer(options: PlannerOptions) -> int:
     size = f"{architecture.parameters / 1e9:.2f}B parameters"
     parts = [
         f"{options.model}: {size}, {names}{machines}; every figure is projected",
-        f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
+        f"{table(plans, options.rows_per_epoch, is_longest)}\nsorted by {sorted_by}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
         alone,
@@ -130,34 +133,6 @@ def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[
     return said, figures
 
 
-def answer_longest(plans: Sequence[Plan], options: PlannerOptions, calibration: Calibration) -> int:
-    """Print how long a row may be in each way to train; 0 if one fits in some, else 1."""
-    longest = longest_rows(plans, options.gradient_checkpointing, calibration)
-    readable = read_architecture(options.model, options.model_revision).max_length
-    reaches = f"{options.model} has learnt to read {readable:,} tokens"
-    if options.json:
-        ways = [
-            {
-                "way": plan.job.sharing,
-                "technique": plan.job.technique,
-                "tokens": tokens,
-                "step_time_s": plan.time.total_s,
-                "tokens_per_s": plan.tokens_per_s,
-                "limit": limit,
-            }
-            for tokens, plan, limit in longest
-        ]
-        figures = {"model": options.model, "figures": "projected", "max_length": readable, "longest_rows": ways}
-        print(json.dumps(figures, indent=2))
-    else:
-        gpus = f"{len(plans[0].cluster.gpus)} x {plans[0].cluster.gpus[0].name}"
-        print(
-            f"{options.model}, {gpus}: how long one row per rank (or group of ranks that share it) may be in training"
-        )
-        print(f"{longest_table(longest)}\n{reaches}; every figure is projected, and is that of training alone")
-    return 0 if longest[0].tokens else 1
-
-
 def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
     """Return the contract's JSON; numbers are in GiB (2^30 bytes), seconds and US dollars."""
     return {
@@ -173,6 +148,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,
+                "max_length": plan.job.batch.length,
                 "per_device": [
                     {
                         "device": number,
@@ -239,7 +215,10 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"an epoch is {options.rows_per_epoch:,} rows; loading reads each weight once per machine, at {DISK_GB_PER_S} "
         f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
         f"validated, and answered before and after training: as many rows at once as need no more than training, at "
-        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
+        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)"
+        if job.evaluation
+        else f"training alone is planned, and may take longer rows than answering; {options.model} has learnt to read "
+        f"{read_architecture(options.model, options.model_revision).max_length:,} tokens",
         f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}"
         if len(best.devices) > 1
         else "",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Self
+from typing import Literal
 
 from common.base.errors import BadInputError, begin_of
 from common.base.parsing import SettingsParser
@@ -19,7 +19,7 @@ DESCRIPTION = """Plan a training: memory, time and cost of every technique and p
 
     python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
-    python -m common.planner --model qwen2.5-7b --gpu a100-80 --gpus 4 --seq-len max
+    python -m common.planner --model qwen2.5-7b --gpu a100-80gb-sxm --gpus 4 --seq-len max
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
 
 Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
@@ -38,14 +38,11 @@ def shared(name: str, default: object, doc: str = "", **for_argparse: object) ->
 
 
 class Tokens(int):
-    """A number of tokens; `max` on the command line stands for as many as fit, and is the first step of the search."""
+    """As many tokens as fit: what `max` stands for on the command line, at first a few; others are plain numbers."""
 
-    is_most = False
-
-    def __new__(cls, number: int | str) -> Self:
-        tokens = super().__new__(cls, TOKENS_STEP if number == "max" else number)
-        tokens.is_most = number == "max"
-        return tokens
+    def __new__(cls, written: str) -> int:
+        """Return a number of tokens as it is written."""
+        return super().__new__(cls, TOKENS_STEP) if written == "max" else int(written)
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,7 @@ class PlannerOptions:
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: Tokens = setting(
-        Tokens(1024), "Tokens per row; max = how long it may be.", aliases=("--seq-len", "--seq_len")
-    )
+    max_length: Tokens = setting(1024, "Tokens per row; max: as many as fit.", aliases=("--seq-len", "--seq_len"))
     max_target_length: int | None = setting(
         None, "Tokens per summary; without it: as a row.", aliases=("--target-len", "--target_len")
     )

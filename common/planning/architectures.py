@@ -123,12 +123,6 @@ class Architecture:
         return sum(self.by_part().values())
 
     @property
-    def sp_sizes(self) -> list[int]:
-        """How many ranks may share its rows (sequence parallel): those of an encoder are not shared."""
-        kinds = {stack.kind for stack in self.stacks}
-        return sp_sizes(self.heads, self.kv_heads) if kinds == {StackKind.DECODER} else [1]
-
-    @property
     def layers(self) -> int:
         """Of all stacks together."""
         return sum(stack.layers for stack in self.stacks)
@@ -252,10 +246,7 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
 
 
 def sp_sizes(heads: int, kv_heads: int) -> list[int]:
-    """Return how many ranks may share a model's attention heads evenly (sequence parallel): 1, and any others.
-
-    Grouped heads that are fewer than the ranks are repeated.
-    """
+    """Return how many ranks may share attention heads evenly (sequence parallel); too few grouped ones are repeated."""
     return [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
 
 

@@ -198,6 +198,11 @@ class Job(HasSpecs):
         return self.batch.part_of(self.sp_size)
 
     @property
+    def may_share_rows(self) -> bool:
+        """Whether groups of ranks can share the tokens of each row."""
+        return self.parallelism.shares_rows and self.batch.goal.learns_answers and self.attention != "eager"
+
+    @property
     def head_positions(self) -> int:
         """Positions of a sequence of a rank's batch that the head reads."""
         return self.head_positions_of(self.own_batch.length, self.own_batch.labelled)
@@ -327,7 +332,16 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
         (sharing.is_single and devices != 1, f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp."),
         (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
         (job.unshardable(), job.unshardable()),
-        *_contradictions_of_sp(job),
+        (
+            job.sp_size > 1 and not job.may_share_rows,
+            f"--sp {job.sp_size} is for --parallel ddp and fsdp, rows with one answer to learn, and sdpa or flash "
+            "attention: leave it out.",
+        ),
+        (
+            devices % job.sp_size,
+            f"--sp is {job.sp_size}, but {devices} GPUs cannot form equal groups of so many: pass a divisor, such as "
+            f"--sp {math.gcd(devices, job.sp_size)}.",
+        ),
         (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),
         (rows % parts, f"--batch-size {rows} has no {parts} equal micro-batches: pass --batch-size {even_rows}."),
         (
@@ -338,29 +352,6 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
         (
             job.offload and (sharing.splits_layers or sharing.splits_matrices),
             f"--offload with {named} is not planned: pass fsdp or zero3.",
-        ),
-    )
-
-
-def _contradictions_of_sp(job: Job) -> tuple[tuple[object, str], ...]:
-    sharing, devices, ranks, named = job.parallelism, job.devices, job.sp_size, f"--sp {job.sp_size}"
-    return (
-        (
-            ranks > 1 and not sharing.shares_rows,
-            f"{named} is for --parallel ddp and fsdp, not {job.parallel}: leave it out.",
-        ),
-        (
-            ranks > 1 and not job.batch.goal.learns_answers,
-            f"{named} shares rows with one answer to learn, not {job.batch.task}: leave it out.",
-        ),
-        (
-            ranks > 1 and job.attention == "eager",
-            f"{named} lays rows end to end, which eager attention does not separate: pass --attention sdpa.",
-        ),
-        (
-            devices % ranks,
-            f"{named} does not divide {devices} GPUs into equal groups: pass a divisor, such as --sp "
-            f"{math.gcd(devices, ranks)}.",
         ),
     )
 

@@ -9,8 +9,7 @@ from common.hardware.devices import Gpu, time_text
 from common.planning.architectures import StackKind, exchanged_keys
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
-from common.planning.plans import TOKENS_STEP, Plan
-from common.planning.ranking import Longest
+from common.planning.plans import Plan
 from common.planning.shares import part_of_rank, sees, whole_model
 from common.planning.terms import DeviceMemory, Kind
 from common.planning.tower_activations import TowerActivations
@@ -98,8 +97,8 @@ def recommendation(plans: Sequence[Plan]) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
-    """Format the plans as a table for a terminal.
+def table(plans: Sequence[Plan], rows_per_epoch: int, longest: bool = False) -> str:
+    """Format the plans as a table for a terminal; `longest`: with their rows' length, and what takes most memory.
 
     Memory is that of a run's highest phase; where that is not training, a column has training's, too.
     """
@@ -115,33 +114,17 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
             "-" if plan.tokens_per_s_best is None else f"{plan.tokens_per_s_best:,.0f}",
-            _seconds(plan.epoch_s(rows_per_epoch)),
-            "-" if usd is None else f"{usd:,.2f}",
+            *([f"{plan.job.batch.length:,}", phase.memory.largest_parts] if longest else
+              [_seconds(plan.epoch_s(rows_per_epoch)), "-" if usd is None else f"{usd:,.2f}"]),
         ])  # fmt: skip
     headers = ("strategy", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch",
-               "step", "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
+               "step", "tokens\nper s", "best\nper s",
+               *(["tokens\nof a row", "GiB, most of it"] if longest else ["epoch", "epoch\nUSD"]))  # fmt: skip
     used: dict[str, dict[str, None]] = {}  # each technique has one precision
     for plan in plans:
         used.setdefault(plan.job.precision, {})[plan.job.method.short] = None
     precisions = "; ".join(f"{', '.join(techniques)} in {precision}" for precision, techniques in used.items())
     return f"{outlined(rows, headers, range(2))}\nprecision: {precisions}"
-
-
-def longest_table(longest: Sequence[Longest]) -> str:
-    """Format how long a row may be in each way as a table for a terminal."""
-    rows = [
-        [
-            plan.name.replace(plan.job.method.label, plan.job.method.short, 1),
-            f"{tokens:,}" if tokens else f"under {TOKENS_STEP:,}",
-            _seconds(plan.time.total_s) if tokens else "-",
-            f"{plan.tokens_per_s:,.0f}" if tokens else "-",
-            limit,
-        ]
-        for tokens, plan, limit in longest
-    ]
-    return outlined(
-        rows, ("strategy", "tokens of\nthe longest row", "step", "tokens\nper s", "GiB, most of it"), (0, 4)
-    )
 
 
 def outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], texts: Container[int]) -> str:

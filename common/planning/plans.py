@@ -10,7 +10,7 @@ from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning import device_maps
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, sp_sizes
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
@@ -240,9 +240,8 @@ class Plan:
 
     @cached_property
     def longest_row(self) -> int:
-        """The most tokens of a row, in steps of `TOKENS_STEP`, that fit in training; 0 = not even the first step."""
-        most = LONGEST_ROW // TOKENS_STEP
-        return TOKENS_STEP * self._most(lambda steps: self.job_with_row(steps * TOKENS_STEP), most, 16)
+        """How long a row may be that fits in training, in steps of `TOKENS_STEP`; 0 = not even one."""
+        return self._most(self.job_with_row, self.architecture.max_length // TOKENS_STEP, 16)
 
     def _most(self, job_with: Callable[[int], Job], most: int, tried: int) -> int:
         """Return the largest number of rows or tokens, of which `job_with` makes jobs, that fits.
@@ -251,8 +250,8 @@ class Plan:
         """
         devices = list(zip(self.shares, self.cluster.gpus, strict=True))
         need, twice_need = (
-            sum(memory_with_overhead(self.architecture, job_with(number), *device).safe_gib for device in devices)
-            for number in (tried, 2 * tried)
+            sum(memory_with_overhead(self.architecture, job, *device).safe_gib for device in devices)
+            for job in map(job_with, (tried, 2 * tried))
         )
         room = sum(gpu.memory_gib for _, gpu in devices) - need
         guess = int(tried * (1 + room / max(twice_need - need, 1 / GIB)))
@@ -270,10 +269,10 @@ class Plan:
     def _job_with(self, **shape: int) -> Job:
         return replace(self.job, batch=replace(self.job.batch, **shape))
 
-    def job_with_row(self, tokens: int) -> Job:
-        """Return the job with rows of so many tokens (0: of the fewest that are tried), all of which are learnt."""
-        tokens = tokens or TOKENS_STEP
-        return self._job_with(length=tokens, labelled=tokens)
+    def job_with_row(self, steps: int) -> Job:
+        """Return the job with rows of so many steps of tokens, learnt as a whole where they are."""
+        batch, tokens = self.job.batch, steps * TOKENS_STEP
+        return self._job_with(length=tokens, labelled=tokens if batch.labelled == batch.length else batch.labelled)
 
     @property
     def name(self) -> str:
@@ -313,12 +312,11 @@ def make_plan(
 def _check_fit(architecture: Architecture, job: Job) -> None:
     """Refuse target modules, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
-    if job.sp_size not in (sizes := architecture.sp_sizes):
-        fitting = [size for size in sizes if job.devices % size == 0]
+    heads, kv_heads = architecture.heads, architecture.kv_heads
+    if job.sp_size not in (sizes := sp_sizes(heads, kv_heads)):
         raise NotPlannedError(
-            f"--sp is {job.sp_size}, but {architecture.name} has {architecture.heads} attention and "
-            f"{architecture.kv_heads} key-value heads, which so many ranks cannot share evenly: pass --sp {max(fitting)}, "
-            f"or GPUs in groups of {', '.join(map(str, sizes[1:])) or 1}."
+            f"--sp is {job.sp_size}, but {architecture.name} has {heads} attention and {kv_heads} key-value heads, "
+            f"which so many ranks cannot share evenly: pass --sp {' or '.join(map(str, sizes[1:])) or 1}."
         )
     batch, name, tower = job.batch, architecture.name, architecture.tower
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):

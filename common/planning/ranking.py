@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, sp_sizes
 from common.planning.job import BatchShape, Job, Precision
-from common.planning.plans import LONGEST_ROW, Plan, make_plan
+from common.planning.plans import Plan, make_plan
 from common.planning.time_plan import Calibration, Cluster
 
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
+LONGEST_FIRST = "the longest row that is safe to fit in training, with gradient checkpointing"
 SORTED_BY = (
     "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
     f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; tight fits come last, where another "
@@ -37,12 +37,12 @@ def ranked_plans(
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
     Of plans about as fast as the fastest of their technique, the simplest comes first; a tight plan after all that are
-    not, where one of these is about as fast. Where ranks cannot have rows of their own, FSDP that offloads follows; then what does
-    not fit, by how much it lacks.
+    not, where one of these is about as fast. Where ranks cannot divide rows, FSDP that offloads follows; then what
+    does not fit, by how much it lacks.
 
     None: of `parallels` those that make sense, of `precision` each technique's usual one, of `checkpointing` where it
     does not fit without, of `micro_batches` as many as make sense, of `dp_replicate_size` one copy of the model, and
-    with fsdp another plan with one on each machine, of `sp_size` 1, and where no row fits and helps all of a machine.
+    with fsdp another plan with one on each machine, of `sp_size` 1, and where not even one row fits all of a machine.
     """
     plans = []
     for technique in techniques:
@@ -67,67 +67,49 @@ def ranked_plans(
                 devices=len(cluster.gpus),
                 dp_replicate_size=copies,
                 precision=number_format,
-                sp_size=sp_size or 1,
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
-            plans.append(_made(architecture, job, cluster, calibration, checkpointing))
-            is_too_long = sp_size is None and not (plans[-1].may_fit or plans[-1].max_batch_size)
-            if is_too_long and (ranks := ranks_for_rows(plans[-1])):
-                shared = _made(architecture, replace(job, sp_size=ranks), cluster, calibration, checkpointing)
-                plans += [shared] * shared.trains
+            for ranks in (sp_size,) if sp_size else _sp_sizes(architecture, job, cluster):
+                is_last_resort = ranks > 1 and sp_size is None
+                if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):
+                    continue
+                found: list[Plan] = []
+                for on in [False, True] if checkpointing is None else [checkpointing]:
+                    tried = replace(job, gradient_checkpointing=on, sp_size=ranks)
+                    found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
+                    if found[-1].fits:
+                        break
+                in_turn = (plan for verdict in ("yes", "tight") for plan in found if plan.verdict == verdict)
+                plan = next(in_turn, found[-1])
+                plans += [plan] * (plan.trains or not is_last_resort)
     found = [plan for plan in plans if plan.may_fit]
     resort = [] if any(plan.job.parallelism.splits_rows for plan in found) else _offloaded(plans, calibration)
     return [*_best_first(found), *resort,
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def _made(
-    architecture: Architecture, job: Job, cluster: Cluster, calibration: Calibration, checkpointing: bool | None
-) -> Plan:
-    """Return the job's plan; with `checkpointing` None that with it where it does not fit without."""
-    found: list[Plan] = []
-    for on in [False, True] if checkpointing is None else [checkpointing]:
-        tried = replace(job, gradient_checkpointing=on)
-        found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
-        if found[-1].fits:
-            break
-    return next((plan for verdict in ("yes", "tight") for plan in found if plan.verdict == verdict), found[-1])
+def longest_rows(plans: Iterable[Plan], checkpointing: bool | None, calibration: Calibration) -> list[Plan]:
+    """Return each plan with the longest row that fits in training (or a short one, where none does), longest first.
 
-
-def ranks_for_rows(plan: Plan) -> int:
-    """Return how many ranks may share the rows of a plan in which each has its own: all of a machine; 0: none."""
-    job, ranks = plan.job, plan.cluster.gpus_per_machine
-    shares = job.parallelism.shares_rows and job.batch.goal.learns_answers and job.attention != "eager"
-    return ranks if shares and ranks in plan.architecture.sp_sizes[1:] else 0
-
-
-class Longest(NamedTuple):
-    """How long a row may be in a way to train, the plan of such a row (0 tokens: of a short one), and what limits it."""
-
-    tokens: int
-    plan: Plan
-    limit: str
-
-
-def longest_rows(plans: Iterable[Plan], checkpointing: bool | None, calibration: Calibration) -> list[Longest]:
-    """Return each plan's longest row, with gradient checkpointing unless it is False; longest first.
-
-    Plans in which ranks have rows of their own come with one more, in which a machine's ranks share each row.
+    With gradient checkpointing, unless it is False; where ranks can share rows also with those of a machine that do.
     """
     found = []
     for plan in plans:
-        for ranks in filter(None, (plan.job.sp_size, plan.job.sp_size == 1 and ranks_for_rows(plan))):
+        for ranks in {plan.job.sp_size, *_sp_sizes(plan.architecture, plan.job, plan.cluster)}:
             job = replace(plan.job, gradient_checkpointing=checkpointing is not False, sp_size=ranks)
-            of_way = make_plan(plan.architecture, job, plan.cluster, calibration)
-            tokens = of_way.longest_row
-            there = make_plan(plan.architecture, of_way.job_with_row(tokens), plan.cluster, calibration)
-            found.append(
-                Longest(
-                    tokens, there, "the search ends here" if tokens == LONGEST_ROW else there.fullest[0].largest_parts
-                )
-            )
-    return sorted(found, key=lambda each: -each.tokens)
+            way = make_plan(plan.architecture, job, plan.cluster, calibration)
+            longest = way.job_with_row(way.longest_row or 1)
+            found.append(make_plan(plan.architecture, longest, plan.cluster, calibration))
+    return sorted(found, key=lambda plan: (plan.fits, plan.job.batch.length), reverse=True)
+
+
+def _sp_sizes(architecture: Architecture, job: Job, cluster: Cluster) -> tuple[int, ...]:
+    """Return how many ranks may share the rows of the job, where it does not say: 1, and as many as a machine has."""
+    sizes = [
+        size for size in sp_sizes(architecture.heads, architecture.kv_heads) if cluster.gpus_per_machine % size == 0
+    ]
+    return tuple(dict.fromkeys((1, max(sizes)))) if job.may_share_rows and job.sp_size == 1 else (job.sp_size,)
 
 
 def _offloaded(plans: Sequence[Plan], calibration: Calibration) -> list[Plan]:

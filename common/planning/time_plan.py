@@ -228,7 +228,8 @@ def step_time(
     """Compute how long a step takes; `shares` and `speeds` have one entry per device.
 
     Gradients are sent while the backward pass goes on, and gathered weights while a layer computes: only what takes
-    longer shows; what tensor parallel sums, and ranks that share rows exchange, is waited for. With accumulation DDP sends once per optimizer step.
+    longer shows; what tensor parallel sums, and what ranks exchange that share rows, is waited for. With accumulation
+    DDP sends once per optimizer step.
     """
     part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
