@@ -43,7 +43,7 @@ def kept(job: Job) -> dict[str, Term]:
 
 def ranked(length: int, gpus: int = 4, **asked: Any) -> list[Plan]:
     job = replace(OWN, parallel="single", devices=1, batch=BatchShape(1, length, length))
-    return ranked_plans(LLAMA, job, Cluster((A100,) * gpus), {}, **asked)
+    return ranked_plans(replace(LLAMA, max_length=10**7), job, Cluster((A100,) * gpus), {}, **asked)
 
 
 def test_a_rank_has_its_part_of_the_tokens_laid_end_to_end() -> None:
@@ -117,18 +117,18 @@ def test_an_exchange_is_waited_for_and_as_many_tokens_come_through() -> None:
 
 def test_rows_are_shared_where_not_even_one_fits_and_it_helps() -> None:
     assert {plan.job.sp_size for plan in ranked(1024)} == {1}
-    long = {plan.job.sharing: plan for plan in ranked(120_000, techniques=["lora"])}
+    long = {plan.job.sharing: plan for plan in ranked(200_000, techniques=["lora"])}
     assert long["fsdp-sp4"].trains
     assert not long["fsdp"].trains
     assert not any(name.startswith("zero3-") for name in long)
     assert "ddp-sp4" not in {
-        plan.job.sharing for plan in ranked(120_000, techniques=["full"])
+        plan.job.sharing for plan in ranked(200_000, techniques=["full"])
     }  # its states are too large
 
 
 def test_rows_are_shared_by_as_many_as_are_asked_for() -> None:
     assert {plan.job.sharing for plan in ranked(1024, sp_size=2)} == {"ddp-sp2", "fsdp-sp2"}
-    assert {plan.job.sp_size for plan in ranked(120_000, sp_size=1, techniques=["lora"])} == {1}
+    assert {plan.job.sp_size for plan in ranked(200_000, sp_size=1, techniques=["lora"])} == {1}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,6 @@ def test_the_longest_rows_are_those_that_are_shared() -> None:
     found = longest_rows(ranked(1024, techniques=["lora"], parallels=("fsdp",)), None, {})
     assert [plan.job.sp_size for plan in found] == [4, 1]
     assert all(plan.job.gradient_checkpointing and plan.fits for plan in found)
-    assert found[0].job.batch.length == LLAMA.max_length  # which a plan does not exceed, unless told so
     by_sharing = tokens_by_sharing("llama-3.1-8b", "A100 80GB SXM", "lora", 4)
     assert 3 < by_sharing[4] / by_sharing[1] < 5
 
