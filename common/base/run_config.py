@@ -281,10 +281,10 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"{-(-devices // run.nodes) * run.nodes}."),
         (run.unshardable(), run.unshardable()),
         (devices % run.sp_size,
-         f"sp_size is {run.sp_size}, but {devices} devices cannot form equal groups of so many: pass a divisor, such as "
+         f"sp_size is {run.sp_size}, but {devices} devices form no equal groups of so many: pass a divisor, such as "
          f"--sp {math.gcd(devices, run.sp_size)}."),
         (run.sp_size > 1 and run.padding_free == "no",
-         f"sp_size is {run.sp_size}, but padding_free is no, and rows are divided where they are packed: leave it out."),
+         f"sp_size is {run.sp_size}, but padding_free is no, and ranks share rows that are packed: leave it out."),
         (run.sp_size > 1 and run.torch_compile,
          f"torch_compile is True, but sp_size is {run.sp_size}, not tested with it: pass --torch_compile false."),
         (0 < run.partitions < run.data_parallel_ranks,
@@ -343,10 +343,12 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (longest % multiple,
          f"pad_to_multiple_of is {multiple}, but {limit} {longest} is no multiple of it: pass --{limit} "
          f"{-(-longest // multiple) * multiple}."),
-        (multiple > 1 and run.is_padding_free,
-         f"pad_to_multiple_of is {multiple}, but padding_free is yes: leave one of the two out."),
-        (run.is_padding_free and run.attention == "eager",
-         "padding_free is yes, but attention is eager, which does not separate rows: pass --attention sdpa."),
+        (multiple > 1 and (run.is_padding_free or run.sp_size > 1),
+         f"pad_to_multiple_of is {multiple}, but rows are packed (padding_free is {run.padding_free}, sp_size "
+         f"{run.sp_size}): leave one of them out."),
+        ((run.is_padding_free or run.sp_size > 1) and run.attention == "eager",
+         "rows are packed (padding_free, sp_size), but attention is eager, which does not separate them: pass "
+         "--attention sdpa."),
         (uses_flash and run.device == "cpu",
          f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
         (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),

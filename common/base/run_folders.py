@@ -18,6 +18,7 @@ FOLDERS_TAKE = (
     ("2.6_full_finetuning_with_fsdp", ("full", "lora"), ("ddp", "fsdp", "zero1", "zero2", "zero3")),
     ("2.6_full_finetuning_with_fsdp", ("qlora",), ("fsdp",)),
     ("2.7_full_finetuning_with_pp", ("full", "lora"), ("pp",)),
+    ("2.8_full_finetuning_with_sp", ("full", "lora", "qlora"), ("ddp", "fsdp")),
 )
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 

@@ -20,6 +20,7 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
+from common.models.sequence_parallel import check_shares_heads
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
 from common.planning.architectures import is_known_architecture
 
@@ -53,15 +54,18 @@ def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
+    check_shares_heads(config, run.sp_size)
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return {}, ""
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return {"padding_free": "yes" if run.padding_free == "yes" or has_kernel else "no"}, ""
+        packs = has_kernel or run.padding_free == "yes" or run.sp_size > 1
+        return {"padding_free": "yes" if packs else "no"}, ""
     attention = f"its attention ({config.model_type}, {run.attention})"
-    if run.padding_free == "yes":
+    name = "sp_size" if run.sp_size > 1 else "padding_free"
+    if run.sp_size > 1 or run.padding_free == "yes":
         raise BadInputError(
-            f"padding_free is yes, but of {run.model} {attention} cannot separate rows: leave --padding_free out."
+            f"{name} is {getattr(run, name)}, but of {run.model} {attention} cannot separate rows: leave --{name} out."
         )
     return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
 

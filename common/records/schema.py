@@ -125,9 +125,9 @@ Fields = _keys({
     "memory?": Annotated[list[Memory], NotEmpty],
     "machine_ceiling?": _keys({
         "strong": Positive,
-        "weak": Positive,
+        "weak?": Positive,
         "one_rank_global_batch_step_s": Amount,
-        "one_rank_share_step_s": Amount,
+        "one_rank_share_step_s?": Amount,
         "all_ranks_share_step_s": Amount,
         "reached?": Amount | None,
     }) | None,

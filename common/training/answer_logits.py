@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -54,7 +55,32 @@ def keep_answer_logits(inputs: Batch) -> Batch:
 
     Other positions have no label. `inputs` holds tensors of shape (rows, tokens); position t predicts token t + 1.
     """
-    targets = inputs["labels"][:, 1:]
+    return predict(inputs, inputs["labels"][:, 1:])
+
+
+def own_tokens(inputs: Batch, part: int, parts: int) -> Batch:
+    """Return one of equal parts of the tokens of a batch that is packed without padding, told where to compute logits.
+
+    Labels are shifted before they are divided: the last token of a part predicts the first of the next one. Borders of
+    rows stay those of all tokens, which are filled up to a multiple of `parts` by a row without labels.
+    """
+    tokens, filler = inputs["input_ids"].shape[1], -inputs["input_ids"].shape[1] % parts
+    size, borders = (tokens + filler) // parts, inputs["cu_seq_lens_q"]
+    if filler:
+        borders = torch.cat([borders, borders.new_tensor([tokens + filler])])
+    longest = max(inputs["max_length_q"], filler)
+
+    def own(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        filled = pad(values, (0, tokens + filler - values.shape[1]), value=fill)
+        return filled[:, part * size : (part + 1) * size].contiguous()
+
+    whole = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
+    divided = {name: own(inputs[name]) for name in ("input_ids", "position_ids")}
+    return predict({**inputs, **whole, **divided}, own(inputs["labels"][:, 1:], IGNORED_LABEL))
+
+
+def predict(inputs: Batch, targets: torch.Tensor) -> Batch:
+    """Return inputs that are told what to predict, and to compute logits only where some row has a target."""
     positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
     if not len(positions):  # kernels such as Liger's do not take none
         positions = torch.zeros(1, dtype=torch.long)

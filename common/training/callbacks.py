@@ -8,12 +8,15 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from common.base.errors import begin_of
 from common.base.print_prefix import print_figures
 from common.data.rows import IGNORED_LABEL, NO_ROW
 from common.hardware.devices import read_memory
 from common.models.shards import local_part
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, REWARD, VALIDATION_LOSS
+
+LONGEST_TEXT = 1000  # of a mini-batch's first row, as it is printed
 
 
 @dataclass
@@ -37,7 +40,7 @@ class WorkDone:
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
         if "cu_seq_lens_q" in inputs:  # packed: real rows alone, or one filler row
-            self.tokens += inputs["input_ids"].numel() if is_row.all() else 0
+            self.tokens += int(inputs["cu_seq_lens_q"][len(row_numbers)]) if is_row.all() else 0  # of all ranks' parts
         else:
             mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then second ones
             self.tokens += int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
@@ -63,12 +66,13 @@ class FirstStepReport(TrainerCallback):
             return
         batch = self.work.first_batch
         if "cu_seq_lens_q" in batch:
-            laid_out = f"packed without padding, {batch['input_ids'].numel()} tokens"
+            own, all_tokens = batch["input_ids"].numel(), int(batch["cu_seq_lens_q"][-1])
+            laid_out = f"packed without padding, {own} " + (f"of {all_tokens} " if own < all_tokens else "") + "tokens"
             first = batch["input_ids"][0, : batch["cu_seq_lens_q"][1]]
         else:
             laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
             first = batch["input_ids"][0][batch["attention_mask"][0].bool()]
-        text = self.tokenizer.decode(first)
+        text = begin_of(self.tokenizer.decode(first), LONGEST_TEXT)
         print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 
 

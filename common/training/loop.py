@@ -147,12 +147,12 @@ class TrainingLoop:
     def _draw(self) -> EpochBatches:
         run, rank = self.run, self.rank
         drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
-        has_own_rows = run.data_parallel_ranks > 1
+        groups = run.data_parallel_ranks
         return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
             run.rows_drawn,
-            rank.world_size if has_own_rows else 1,
-            rank.rank if has_own_rows else 0,
+            rank.world_size // run.sp_size if groups > 1 else 1,
+            rank.rank // run.sp_size if groups > 1 else 0,
             run.seed,
             1 if run.goal.rewards else run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
@@ -168,7 +168,8 @@ class TrainingLoop:
         callbacks += [ProgressReport(rank, run.log_format), self.updates]
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
-        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, rank.is_main or run.data_parallel_ranks > 1))
+        tells = rank.is_main or run.data_parallel_ranks > 1
+        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, tells or run.sp_size > 1))
         if self.part.usage:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send
@@ -342,7 +343,11 @@ class TrainingLoop:
         rows, ranks = self.validation_rows, self.batches.world_size
         size, numbers = self.args.per_device_eval_batch_size * ranks, range(len(rows))
         shares = [list(numbers[start : start + size][self.batches.rank :: ranks]) for start in numbers[::size]]
-        return self._loader(rows, shares, lambda share: self.collated(share or [filler_like(rows[0])]))
+        return self._loader(rows, shares, lambda share: self.validated(share or [filler_like(rows[0])]))
+
+    def validated(self, rows: list[Tokens]) -> Batch:
+        """Return validation rows as one batch: padded, or where ranks share the tokens of a row packed."""
+        return (self.batch_of if self.run.sp_size > 1 else self.collated)(rows)
 
     def _choose(self, metrics: dict[str, float]) -> None:
         """Note whether the model is the best so far, and whether to save it, or a full state that is due."""

@@ -29,11 +29,19 @@ from common.models.known_padding import padding_known
 from common.models.merging import next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
+from common.models.sequence_parallel import check_divides_rows
 from common.models.shards import byte_count, full_weights, global_numel, local_part
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.answer_logits import Batch, loss_is_chunked, on_device, takes_logits_to_keep, tell_of_answers
+from common.training.answer_logits import (
+    Batch,
+    loss_is_chunked,
+    on_device,
+    own_tokens,
+    takes_logits_to_keep,
+    tell_of_answers,
+)
 from common.training.safe_loading import SafeReader
 from common.training.usage import Held, SentBytes, state_tensors
 
@@ -76,7 +84,9 @@ class Part:
         self.takes_chunks = loss_is_chunked(run, self.model) and not run.parallelism.pipelines
         if self.takes_chunks:
             compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
-        if run.is_padding_free and run.attention == "sdpa":
+        if run.sp_size > 1:
+            check_divides_rows(self.model)
+        elif run.is_padding_free and run.attention == "sdpa":
             separate_rows(self.model)
         if run.torch_compile:
             compile_layers(self.model)
@@ -144,6 +154,8 @@ class Part:
             return batch
         if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
             batch = without_mask(batch)
+        if self.run.sp_size > 1 and "cu_seq_lens_q" in batch:
+            return own_tokens(batch, self.rank.rank % self.run.sp_size, self.run.sp_size)
         batch = tell_of_answers(batch, self.model)
         if self.takes_logits_to_keep and len(self.rank.devices) > 1 and not self.takes_chunks:
             batch["logits_to_keep"] = batch["logits_to_keep"].tolist()  # the head's device may be another
@@ -155,11 +167,11 @@ class Part:
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
         """Return, of what each rank did, that of the ranks with rows of their own; others must have done the same."""
-        if self.run.parallelism.splits_rows:
-            return of_ranks
-        if any(other != of_ranks[0] for other in of_ranks):
-            raise RuntimeError(f"With {self.run.parallelism.label} all ranks work on the same rows, but they did not.")
-        return of_ranks[:1]
+        sharing = len(of_ranks) // self.run.data_parallel_ranks
+        own = of_ranks[::sharing]
+        if [each for each in own for _ in range(sharing)] != of_ranks:
+            raise RuntimeError(f"With {self.run.sharing} {sharing} ranks work on the same rows, but they did not.")
+        return own
 
     @torch.no_grad()
     def sums(self, batch: Batch) -> torch.Tensor:
@@ -289,7 +301,7 @@ def _compares_shares(run: RunConfig) -> bool:
     # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
     literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
     sharing = run.parallelism
-    return sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
+    return run.sp_size > 1 or sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
 
 
 def part_class(run: RunConfig) -> type[Part]:

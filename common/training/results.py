@@ -193,7 +193,7 @@ def count_steps(loop: TrainingLoop) -> None:
         handle.remove()
     with memory.counting("validation", resting(loop)):
         part.forget_gradients()
-        part.sums(loop.collated(_longest(loop.validation_rows, loop.args.per_device_eval_batch_size)))
+        part.sums(loop.validated(_longest(loop.validation_rows, loop.args.per_device_eval_batch_size)))
     if loop.run.goal.rewards:  # which a validation answers as the prompts of a step are
         memory.by_phase[ROLLOUTS] = memory.by_phase["validation"]
 

@@ -59,7 +59,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 SENT_SHARE = {
     "allreduce_": 2, "all_reduce": 2, "allgather_": 1, "_allgather_base_": 1, "allgather_into_tensor_coalesced_": 1,
     "reduce_scatter_": 1, "_reduce_scatter_base_": 1, "reduce_scatter_tensor_coalesced_": 1, "reduce_": 1,
-    "broadcast_": 1,
+    "broadcast_": 1, "alltoall_base_": 1,
 }  # fmt: skip
 """Of a collective's largest tensor (the whole that is gathered, summed or scattered), how often a rank of a ring sends
 (n - 1) / n of it: an all-reduce is a reduce-scatter and an all-gather (nccl-tests, doc/PERFORMANCE.md)."""

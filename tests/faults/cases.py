@@ -26,6 +26,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
              (*CHAT, "--batch_size", "8")),
     "pp": ("2.7_full_finetuning_with_pp/run_0_cpu_x2/my_workflow_full_finetuning_with_pp.py", 2,
            (*CHAT, "--batch_size", "16", "--micro_batches", "2")),
+    "sp": ("2.8_full_finetuning_with_sp/run_0_cpu_x2/my_workflow_full_finetuning_with_sp.py", 2,
+           (*CHAT, "--batch_size", "16")),
     "machines": ("3.2_summarization/run_0_cpu_x2/my_workflow_summarization_machines.py", 2,
                  (*SUMMARIES, "--batch_size", "8")),
     "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
@@ -35,8 +37,9 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 
-Of code there are five kinds: the Trainer's steps (single, ddp), a loop that is written out for shards and stages (fsdp,
-pp) and for replicas (machines), the Trainer with a reference (preferences), and a loop that samples its rows (rewards).
+Of code there are five kinds: the Trainer's steps (single, ddp), a loop that is written out for shards, stages and
+parts of rows (fsdp, pp, sp) and for replicas (machines), the Trainer with a reference (preferences), and a loop that
+samples its rows (rewards).
 """
 
 

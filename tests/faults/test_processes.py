@@ -127,7 +127,7 @@ def test_nobody_outlives_a_kernel(
     ("technique", "fault", "kind"),
     cases(
         [("ddp", 11, "stop"), ("single", 12, "hang")],
-        slow=[("ddp", 12, "hang"), ("pp", 12, "hang"), ("machines", 11, "stop")],
+        slow=[("ddp", 12, "hang"), ("pp", 12, "hang"), ("sp", 12, "hang"), ("machines", 11, "stop")],
         soak=[("fsdp", 11, "stop"), ("fsdp", 12, "hang"), ("pp", 11, "stop"), ("machines", 12, "hang")],
     ),
 )

@@ -31,6 +31,7 @@ SLOW = {
     "pp": (EPOCHS_END, WITHIN_EPOCH),
     "machines": (EPOCHS_END, WITHIN_ACCUMULATION),
     "rewards": (WITHIN_EPOCH,),
+    "sp": (WITHIN_ACCUMULATION,),
 }
 SOAK = {
     "fsdp": (EPOCHS_END, WITHIN_ACCUMULATION),
@@ -46,6 +47,7 @@ MORE = {
     "fsdp": (*ACCUMULATES, "4", "--technique", "lora"),
     "pp": (*ACCUMULATES, "8", "--technique", "lora"),
     "machines": (*ACCUMULATES, "4"),
+    "sp": (*ACCUMULATES, "8", "--technique", "lora"),
 }
 """Adapters where there are any, as they have dropout."""
 

@@ -35,6 +35,7 @@ from tests.recipes.folders import (
     QLORA,
     REWARDED,
     SHARDED,
+    SP,
     SUMMARIZATION,
 )
 
@@ -177,6 +178,10 @@ def pipeline(strategy: str, technique: str, *overrides: str, note: str = "") -> 
     return chat(strategy, technique, PP, "--technique", technique, *overrides, note=note)
 
 
+def sequence(strategy: str, technique: str, *overrides: str, note: str = "", launch: str = "two_ranks") -> Case:
+    return chat(strategy, technique, SP, "--technique", technique, *overrides, note=note, launch=launch)
+
+
 def classifying(strategy: str, technique: str, *overrides: str, reference: Case | None = None) -> Case:
     settings = ("--technique", technique, "--parallel", strategy.partition(",")[0].lower(), *overrides)
     one = reference or ONE[f"classification, {technique}"]
@@ -226,6 +231,15 @@ CASES = [
     pipeline("PP, GPipe", "full", *STAGES, *GPIPE),
     pipeline("PP, GPipe", "lora", *STAGES, *GPIPE),
     pipeline("PP, GPipe, accumulated", "full", *STAGES_ACCUMULATED, *GPIPE),
+    sequence("SP", "full", *WHOLE_BATCH),
+    sequence("SP", "full", *WHOLE_BATCH, *ALL, "--gradient_checkpointing", note="every weight, checkpointed"),
+    sequence("SP", "lora", *WHOLE_BATCH),
+    sequence("SP", "qlora", *WHOLE_BATCH),
+    sequence("SP, accumulated", "full", *OF_RANK, "--gradient_accumulation_steps", "2"),
+    sequence("SP, FSDP2", "full", *WHOLE_BATCH, "--parallel", "fsdp"),
+    sequence("SP, FSDP2", "lora", *WHOLE_BATCH, "--parallel", "fsdp"),
+    sequence("SP, two groups", "full", *OF_RANK, "--devices", "4", launch="four_ranks"),
+    sequence("SP, two groups, FSDP2", "lora", *OF_RANK, "--devices", "4", "--parallel", "fsdp", launch="four_ranks"),
     *(
         classifying(way, technique, *size)
         for way, size in (("DDP", OF_RANK), ("PP", STAGES), ("TP", WHOLE_BATCH))
@@ -256,6 +270,7 @@ IN_TEST_ALL = {
     "ZeRO-3, lora", "PP, GPipe, lora", "classification, DDP, full", "classification, PP, lora",
     "classification, TP, accumulated, full", "visual_questions, DDP, full", "preferences, DDP, lora",
     "preferences, DDP, accumulated, full", "rewards, DDP, lora", "rewards, DDP, accumulated, full",
+    "SP, lora", "SP, FSDP2, full", "SP, two groups, FSDP2, lora",
     "summarization, Seq2SeqTrainer, accumulated, full",
     "summarization, plain loop, torch.distributed, accumulated, full",
 }  # fmt: skip
@@ -278,7 +293,8 @@ MORE_CASES = [
 CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
 STATES_ARE_SHARED_BY = (
     "DDP, lora", "FSDP2, full", "FSDP2, lora", "FSDP2, hybrid, full", "ZeRO-1, full", "ZeRO-2, lora", "ZeRO-3, full",
-    "ZeRO-3, lora", "PP, 1F1B, full", "PP, 1F1B, lora", "classification, PP, full", "classification, TP, full",
+    "ZeRO-3, lora", "PP, 1F1B, full", "PP, 1F1B, lora", "SP, lora",
+    "SP, two groups, full", "classification, PP, full", "classification, TP, full",
     "classification, TP, lora",
     "classification, DDP, lora", "visual_questions, DDP, lora", "preferences, DDP, lora",
     "summarization, Seq2SeqTrainer, full", "summarization, plain loop, Accelerate, full",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.folders import DDP, FULL, LORA, PICTURES, PP, PREFERENCES, REWARDED
+from tests.recipes.folders import DDP, FULL, LORA, PICTURES, PP, PREFERENCES, REWARDED, SP
 
 Losses = tuple[list[float], list[float]]
 """Of training and of validation."""
@@ -63,6 +63,7 @@ REWARDED_FULL = (
         pytest.param("torchrun", DDP, (*ADAPTERS, "8"), LORA_LOSSES, id="DDP", marks=pytest.mark.slow),
         pytest.param("python", FULL, WEIGHTS, FULL_LOSSES, id="full"),
         pytest.param("torchrun", PP, (*WEIGHTS, "--micro_batches", "8"), FULL_LOSSES, id="PP", marks=pytest.mark.slow),
+        pytest.param("torchrun", SP, WEIGHTS, FULL_LOSSES, id="SP", marks=pytest.mark.slow),
         pytest.param("python", PICTURES, (*OF_PICTURES, "lora", "--lora_dropout", "0"), PICTURED_LORA, id="pictures"),
         pytest.param(
             "python", PICTURES, (*OF_PICTURES, "full"), PICTURED_FULL, id="pictures, full", marks=pytest.mark.slow
