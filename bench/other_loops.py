@@ -37,6 +37,9 @@ class OtherJob(Job):
     chunk_rows: int = 0
     has_reference_adapter: bool = False
 
+    def __post_init__(self) -> None:
+        """Take any settings: ZeRO also runs on one GPU, and with ranks that share rows."""
+
     @property
     def has_all_logits(self) -> bool:
         """Whether the loss has all logits at once."""

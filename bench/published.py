@@ -12,7 +12,7 @@ The constants of `common.planning.step_speed` are fitted to the rates.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, mean
@@ -25,7 +25,9 @@ from common.planning.architectures import FAMILIES, Architecture, StackKind
 from common.planning.gpu_overhead import CONTEXT, RANKS, SPREAD_SHARE, with_overhead
 from common.planning.job import BatchShape, Job
 from common.planning.model_configs import LARGEST_SIZE
+from common.planning.plans import LONGEST_ROW, TOKENS_STEP
 from common.planning.published_rates import PLANNED_PATH, published_step_s
+from common.planning.searches import largest
 from common.planning.shares import whole_model
 from common.planning.step_speed import generation_of, peak_tflops, step_flops
 from common.planning.terms import DeviceMemory
@@ -54,6 +56,11 @@ def content() -> dict[str, list[Any]]:
         "verdicts": [
             {"runs": "all sources", **verdicts_on(points_on_answers())},
             {"runs": "held out", **verdicts_on(held_out_points())},
+        ],
+        "longest_rows": longest_rows(),
+        "longest_rows_not_planned": [
+            {"reason": each["reason"], "points": each["points"]}
+            for each in _file(MEMORY_PATH)["longest_rows"]["excluded"]
         ],
         "memory_not_planned": [{"reason": each["reason"], "points": each["points"]} for each in excluded()],
         "rates_not_used": rates_not_used(),
@@ -167,9 +174,48 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
         target_modules=tuple(row.get("target_modules", ())),
         lora_dropout=row.get("lora_dropout", 0.0),
         offload=row.get("offload", False),
+        sp_size=row.get("sp_size", 1),
         **row["loop"],
     )
     return Point(row["source"], row["at"], architecture, job, find_gpu(row["gpu"]), figures)
+
+
+# -- the longest rows that others trained on
+
+
+def longest_rows() -> list[dict[str, Any]]:
+    """Return the longest rows that others ran, each with the longest that is planned to fit: likely, and safely.
+
+    `error`: the likely one over the published one, less one: above zero rows are planned too long.
+    """
+    rows = []
+    for row in _file(MEMORY_PATH)["longest_rows"]["points"]:
+        point = _point(row, architecture_of(row["model"], _file(MEMORY_PATH)["models"][row["model"]]))
+        likely, safe = (
+            TOKENS_STEP * largest(partial(_holds, point, measure), LONGEST_ROW // TOKENS_STEP, 100)
+            for measure in ("peak_gib", "safe_gib")
+        )
+        sharing = f", {point.job.sp_size} share a row" if point.job.sp_size > 1 else ""
+        loss = "all logits at once" if point.job.has_all_logits else "fused loss"
+        error = likely / row["length"] - 1
+        rows.append(
+            {
+                "run": f"{row['devices']} x {point.gpu.name}{sharing}, {loss}",
+                "tokens": row["length"],
+                "likely": likely,
+                "safe": safe,
+                "error": error,
+                "recipe": row["at"],
+            }
+        )
+    return rows
+
+
+def _holds(point: Point, measure: str, steps: int) -> bool:
+    """Return whether the run's GPU holds a row of so many steps of tokens, by the likely or the safe figure."""
+    tokens = steps * TOKENS_STEP
+    job = replace(point.job, batch=replace(point.job.batch, length=tokens, labelled=tokens))
+    return getattr(replace(point, job=job).planned, measure) <= point.gpu.memory_gib
 
 
 # -- how far plans are from what was published

@@ -17,8 +17,8 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Precision, architecture_of_run, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.plan_texts import why
-from common.planning.plans import Plan, make_plan, plan_run
-from common.planning.ranking import ranked_plans, usual_precision
+from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan, plan_run
+from common.planning.ranking import longest_rows, ranked_plans, usual_precision
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link
@@ -168,6 +168,28 @@ def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
 # -- ways to share the work
 
 
+def longest_by_gpus(model: str, gpu: str, technique: str, counts: Iterable[int]) -> pd.DataFrame:
+    """Return the longest row that is safe to fit in training, by the number of GPUs; one column per way, NaN for none.
+
+    One row per rank, or per group of ranks that share its tokens; gradient checkpointing is on.
+    """
+    rows: dict[int, dict[str, int]] = {}
+    for count in counts:
+        question = ask(model, gpu, count, 1, TOKENS_STEP)
+        job, architecture = (
+            replace(question.job, evaluation=None),
+            replace(question.architecture, max_length=LONGEST_ROW),
+        )
+        plans = ranked_plans(architecture, job, question.cluster, {}, [technique], checkpointing=True)
+        in_gpus = [plan for plan in plans if not plan.job.offload]
+        rows[count] = {
+            plan.job.parallel + (", rows shared" if plan.job.sp_size > 1 else ""): plan.job.batch.length
+            for plan in longest_rows(in_gpus, True, {})
+            if plan.fits
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("GPUs")
+
+
 def table_of(plans: Sequence[Plan], rows_per_epoch: int) -> pd.DataFrame:
     """Return the plans in their order, one row each."""
     return pd.DataFrame([
@@ -282,6 +304,19 @@ def plot_lengths(by_length: pd.DataFrame, capacity: float, title: str) -> Figure
     by_length.plot(ax=axes, style=[".-", ".--"] * len(WORDS), color=colors)
     axes.axhline(capacity, color="black", linestyle=":", label=f"the GPU: {capacity:.1f} GiB")
     axes.set(xlabel="tokens per row", ylabel="GiB per device", title=title, ylim=(0, 3 * capacity))
+    axes.legend(**BESIDE)
+    return figure
+
+
+def plot_longest_rows(by_gpus: pd.DataFrame, title: str) -> Figure:
+    """Draw the longest row over the number of GPUs, a line for each way, on logarithmic scales."""
+    figure, axes = plt.subplots(figsize=(8.5, 4), layout="constrained")
+    styles = ["o-" if way.endswith("shared") else ".--" for way in by_gpus.columns]
+    by_gpus.plot(ax=axes, style=styles, loglog=True)
+    axes.set(xlabel="GPUs", ylabel="tokens of the longest row that fits", title=title)
+    axes.set_xticks(list(by_gpus.index), [str(count) for count in by_gpus.index])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.minorticks_off()
     axes.legend(**BESIDE)
     return figure
 

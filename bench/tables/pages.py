@@ -4,7 +4,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.tables import chats, findings, full, outcomes, own_data, publications, qlora, real, summarization, tasks
+from bench.tables import (
+    chats,
+    findings,
+    full,
+    lengths,
+    outcomes,
+    own_data,
+    publications,
+    qlora,
+    real,
+    summarization,
+    tasks,
+)
 from bench.tables.chats import planner_says
 from bench.tables.markdown import WIDEST, as_list, as_markdown, with_footnotes
 from bench.tables.table import Table
@@ -29,7 +41,7 @@ DEMO_LINES = (
     "upper bound at the same effective batch",
 )
 
-MODULES = (chats, full, qlora, tasks, summarization, findings, publications, own_data, real, outcomes)
+MODULES = (chats, full, qlora, tasks, summarization, findings, lengths, publications, own_data, real, outcomes)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 
 
@@ -40,9 +52,18 @@ def _demo(records: list[Record]) -> str:
     return on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST)
 
 
+def _planner_answer(_: list[Record]) -> str:
+    """Return what the planner says, of its assumptions the first alone."""
+    return re.sub(
+        r"(?<=assumed:\n)(- .*\n)((?:- .*\n)+)",
+        lambda found: f"{found[1]}({found[2].count(chr(10))} more)\n",
+        planner_says(PLANNER_QUESTION),
+    )
+
+
 # What is no table, but printed
 BLOCKS: dict[str, Callable[[list[Record]], str]] = {
-    "planner-answer": lambda _: planner_says(PLANNER_QUESTION),
+    "planner-answer": _planner_answer,
     "demo": _demo,
 }
 

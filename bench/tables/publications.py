@@ -115,6 +115,18 @@ TABLES = {
         Column("ran out of memory", "ran_out"),
         Column("of these said to fit", "said_to_fit"),
     ),
+    # the longest rows that others ran, beside the longest that is planned to fit
+    "published-longest": _planned(
+        "longest_rows",
+        Column("Llama 8B, full fine-tuning", "run"),
+        Column("Ran with", "tokens", "{:,}"),
+        Column("Planned: likely", "likely", "{:,}"),
+        Column("safe", "safe", "{:,}"),
+        Column("Error", "error", "{:+.0%}"),
+    ),
+    "published-longest-excluded": _planned(
+        "longest_rows_not_planned", Column("Not planned", "reason"), Column("Points", "points")
+    ),
     "published-excluded": _planned("memory_not_planned", Column("Not planned", "reason"), Column("Points", "points")),
     # per source, how far the planner's times are from the published ones
     "rates-by-source": Table(

@@ -300,7 +300,7 @@ class ParallelismSettings:
         1,
         "With ddp and fsdp: ranks that share the tokens of each row (sequence parallel); 1 = each has its own rows.",
         *HELD_1,
-        OnlyFor("ddp and fsdp (2.8)", lambda run: run.parallelism.replicates or run.parallelism.uses_fsdp),
+        OnlyFor("ddp and fsdp (2.8)", lambda run: run.parallelism.shares_rows),
         OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers),
         aliases=("--sp",),
     )

@@ -65,6 +65,11 @@ class Parallelism:
         return self.splits_rows and not self.shards
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether groups of ranks can share the tokens of each row (sequence parallel)."""
+        return self.replicates or self.uses_fsdp
+
+    @property
     def layers_in_turn(self) -> bool:
         """Whether layers are divided, and computed one device after the other (model parallel)."""
         return self.splits_layers and not self.pipelines

@@ -84,7 +84,7 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
     are those that a GPU chooses, else those of a CPU.
     """
     check_can_be_faked(run)
-    batch = batch.padded_to(run.pad_to_multiple_of)
+    batch = batch.padded_to(run.pad_to_multiple_of).part_of(run.sp_size)
     if not divides_layers(run):
         return [dry_run_of_device(run, batch, as_on_gpu=as_on_gpu)]
     shares = place_stages(run, batch).plan.shares

@@ -226,7 +226,7 @@ def tracked_step(
 
 def on_cpu(run: RunConfig) -> RunConfig:
     """Return the run as one rank takes its steps on a CPU, without the kernels that take no fake tensors."""
-    alone = {} if run.parallelism.pipelines else {"parallel": "single", "devices": 1}
+    alone = {} if run.parallelism.pipelines else {"parallel": "single", "devices": 1, "sp_size": 1}
     kernels = {"attention": "sdpa", "use_liger_kernel": False, "torch_compile": False}
     return run.changed_to(**alone, **kernels, device="cpu", gpu="", padding_free="auto")
 

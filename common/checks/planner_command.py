@@ -1,6 +1,7 @@
 """The planner's answer to its options: a table and a recommendation, or JSON."""
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
-from common.checks.planner_options import PlannerOptions, cluster_of, evaluation_of, job_of, read_options
+from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, evaluation_of, job_of, read_options
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
 from common.planning.architectures import as_classifier, read_architecture
@@ -23,9 +24,9 @@ from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plan_texts import explanation, recommendation, table, why
-from common.planning.plans import Plan, make_plan
+from common.planning.plans import LONGEST_ROW, Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.ranking import SORTED_BY, ranked_plans, usual_precision
+from common.planning.ranking import LONGEST_FIRST, SORTED_BY, longest_rows, ranked_plans, usual_precision
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
@@ -62,6 +63,10 @@ def answer(options: PlannerOptions) -> int:
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
+    is_longest = isinstance(options.max_length, Tokens)
+    if is_longest:  # of training alone, and beyond what the model has learnt to read, where its positions allow it
+        readable = LONGEST_ROW if architecture.family.is_llama_like else architecture.max_length
+        job, architecture = replace(job, evaluation=None), replace(architecture, max_length=readable)
     plans = ranked_plans(
         architecture,
         job,
@@ -73,7 +78,11 @@ def answer(options: PlannerOptions) -> int:
         options.precision,
         options.micro_batches,
         options.dp_replicate_size,
+        options.sp_size,
     )
+    if is_longest:
+        plans = longest_rows(plans, options.gradient_checkpointing, calibration)
+    sorted_by = LONGEST_FIRST if is_longest else SORTED_BY
     assumptions = _assumptions_of(plans, options)
     shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
     several = shared and cluster.nodes > 1
@@ -83,7 +92,7 @@ def answer(options: PlannerOptions) -> int:
         run = None
         with suppress(BadInputError):
             run = command_of(plans[0]) if plans[0].may_fit else None
-        said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
+        said = as_json(options.model, plans, assumptions, options.rows_per_epoch) | {"sorted_by": sorted_by}
         one_machine = {"one_machine": figures_alone} if alone else {}
         print(json.dumps(said | one_machine | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
@@ -92,7 +101,7 @@ def answer(options: PlannerOptions) -> int:
     size = f"{architecture.parameters / 1e9:.2f}B parameters"
     parts = [
         f"{options.model}: {size}, {names}{machines}; every figure is projected",
-        f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
+        f"{table(plans, options.rows_per_epoch, is_longest)}\nsorted by {sorted_by}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
         alone,
@@ -108,7 +117,8 @@ def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[
     cluster, job = plan.cluster, plan.job
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"
-    own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
+    sp_size = math.gcd(job.sp_size, len(gpus))
+    own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1, sp_size=sp_size)
     alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
     most_s = plan.rows_per_step / (alone.rows_per_step / alone.time.total_s)
     gbit = fast_enough_from_gbit(plan.architecture, job, cluster, most_s, calibration)
@@ -134,9 +144,11 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "technique": plan.job.technique,
                 "parallel": plan.job.parallel,
                 "dp_replicate_size": plan.job.dp_replicate_size,
+                "sp_size": plan.job.sp_size,
                 "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,
+                "max_length": plan.job.batch.length,
                 "per_device": [
                     {
                         "device": number,
@@ -203,7 +215,10 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"an epoch is {options.rows_per_epoch:,} rows; loading reads each weight once per machine, at {DISK_GB_PER_S} "
         f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
         f"validated, and answered before and after training: as many rows at once as need no more than training, at "
-        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
+        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)"
+        if job.evaluation
+        else f"training alone is planned, and may take longer rows than answering; {options.model} has learnt to read "
+        f"{read_architecture(options.model, options.model_revision).max_length:,} tokens",
         f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}"
         if len(best.devices) > 1
         else "",
@@ -234,6 +249,7 @@ def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str)
         task=job.batch.task,
         parallel=options.parallel or ("ddp" if devices > 1 else "single"),
         devices=devices,
+        sp_size=options.sp_size or 1,
         model=options.model,
         model_revision=options.model_revision,
         weights="random",

@@ -12,13 +12,14 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import Architecture
 from common.planning.job import OPTIMIZER_BYTES, OTHER_TOKENS, BatchShape, EvaluationShape, Job, Precision, Quantization
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, TOKENS_STEP
 from common.planning.time_plan import Cluster, parse_link
 
 DESCRIPTION = """Plan a training: memory, time and cost of every technique and parallelism, before a GPU is rented.
 
     python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
+    python -m common.planner --model qwen2.5-7b --gpu a100-80gb-sxm --gpus 4 --seq-len max
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
 
 Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
@@ -34,6 +35,14 @@ def shared(name: str, default: object, doc: str = "", **for_argparse: object) ->
     """Return an option that is a run's setting: its names and its help, with the planner's own default."""
     of_run = {each.name: each.metadata for each in fields(RunConfig)}[name]
     return field(default=default, metadata={**of_run, "help": doc or of_run["help"], **for_argparse})
+
+
+class Tokens(int):
+    """As many tokens as fit: what `max` stands for on the command line, at first a few; others are plain numbers."""
+
+    def __new__(cls, written: str) -> int:
+        """Return a number of tokens as it is written."""
+        return super().__new__(cls, TOKENS_STEP) if written == "max" else int(written)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class PlannerOptions:
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row.", aliases=("--seq-len", "--seq_len"))
+    max_length: Tokens = setting(1024, "Tokens per row; max: as many as fit.", aliases=("--seq-len", "--seq_len"))
     max_target_length: int | None = setting(
         None, "Tokens per summary; without it: as a row.", aliases=("--target-len", "--target_len")
     )
@@ -77,6 +86,7 @@ class PlannerOptions:
     dp_replicate_size: int | None = shared(
         "dp_replicate_size", None, "With fsdp: sharded copies; without it: one, on several machines also one on each."
     )
+    sp_size: int | None = shared("sp_size", None, "Ranks that share each row; without it: 1, or a machine's if needed.")
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
     usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
@@ -86,7 +96,7 @@ class PlannerOptions:
     def __post_init__(self) -> None:
         """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
-                     "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "rows_per_epoch",
+                     "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "sp_size", "rows_per_epoch",
                      "gpu_memory_gib", "gpu_tflops", "usd_per_hour"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan

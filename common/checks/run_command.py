@@ -32,7 +32,7 @@ HUB_IDS = {
     SMOLLM2: SMOLLM2,
 }
 # settings of a run that a dry run tries
-TRIED = ("technique", "parallel", "devices", "nodes", "gpu", "precision", "optim", "attention",
+TRIED = ("technique", "parallel", "devices", "nodes", "sp_size", "gpu", "precision", "optim", "attention",
          "gradient_checkpointing", "per_device_train_batch_size", "target_modules")  # fmt: skip
 
 
@@ -89,9 +89,10 @@ def command_of_run(run: RunConfig, device: str) -> str:
 
 def _command(way: HasSpecs, task: str, device: str, wanted: dict[str, Any], nodes: int) -> str:
     """Return the command with the run folder that takes the settings with the fewest options."""
-    taken, refusal = [], f"none does {way.technique} with {way.parallel}."
+    taken, refusal = [], f"none does {way.technique} with {way.sharing}."
     for folder, literal in run_folders().items():
         is_alike = (literal.device, literal.task, literal.loop) == (device, task, "trainer")
+        is_alike &= (literal.sp_size > 1) == (way.sp_size > 1)  # rows are shared in a folder of their own
         if not is_alike or not workflow_does(literal, way.technique, way.parallel):
             continue
         try:
@@ -172,6 +173,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "target_modules": ",".join(named) or ("all" if job.trains_all else "all-linear"),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,
+        "sp_size": job.sp_size,
         "micro_batches": job.micro_batches,
     }
     if job.evaluation:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.separate_rows import separate_rows
+from common.planning.architectures import sp_sizes
 from common.runtime.rank import exchange_timeout
 
 EXCHANGED_HEADS = "exchanged_heads"  # its name as an attention implementation
@@ -109,7 +110,7 @@ def check_shares_heads(config: PretrainedConfig, ranks: int) -> None:
     """Refuse a model whose heads so many ranks cannot share evenly."""
     heads = config.get_text_config().num_attention_heads
     groups = getattr(config.get_text_config(), "num_key_value_heads", None) or heads
-    possible = [count for count in range(2, heads + 1) if heads % count == 0 and 0 in (groups % count, count % groups)]
+    possible = sp_sizes(heads, groups)[1:]
     if ranks > 1 and ranks not in possible:
         instead = f"pass --sp {', '.join(map(str, possible))}" if possible else "pass --parallel fsdp without --sp"
         raise BadInputError(

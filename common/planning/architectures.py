@@ -245,6 +245,16 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
     return replace(architecture, stacks=tuple(stacks), **{field: size // ranks for field, size in sizes.items()})
 
 
+def sp_sizes(heads: int, kv_heads: int) -> list[int]:
+    """Return how many ranks may share attention heads evenly (sequence parallel); too few grouped ones are repeated."""
+    return [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
+
+
+def exchanged_keys(architecture: Architecture, ranks: int) -> int:
+    """Return the size of a token's keys, or its values, as so many ranks exchange them: a head for each at least."""
+    return max(architecture.kv_heads, ranks) * architecture.head_dim
+
+
 # -- families of models
 
 

@@ -1,5 +1,6 @@
 """What is to be planned: the batch of a step, the job that trains on it, and what a run asks of both."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -71,6 +72,15 @@ class BatchShape:
         answer = self.labelled if self.goal.rewards else 0
         return {"max_length": self.length - answer, **({"max_new_tokens": answer} if answer else {})}
 
+    def part_of(self, ranks: int) -> "BatchShape":
+        """Return what each of so many ranks has of the rows, laid end to end; of labels the most that any may have."""
+        if ranks == 1:
+            return self
+        tokens = -(-self.tokens // ranks)
+        whole, rest = divmod(tokens, self.length)
+        labelled = whole * self.labelled + min(rest, self.labelled)
+        return replace(self, rows=1, length=tokens, labelled=labelled, padded=False)
+
     def padded_to(self, multiple: int) -> "BatchShape":
         """Return the batch with rows (and summaries) padded to a multiple of so many tokens; 0 = as it is."""
         if not multiple:
@@ -138,7 +148,7 @@ class Job(HasSpecs):
 
     technique: str
     parallel: str
-    batch: BatchShape  # of one data-parallel rank and step, before accumulation
+    batch: BatchShape  # of one data-parallel rank (or group, which shares it) and step, before accumulation
     devices: int = 1
     dp_replicate_size: int = 1  # with fsdp: copies of the model, each sharded by an equal group of the devices
     sp_size: int = 1  # devices that share the tokens of each row
@@ -183,9 +193,19 @@ class Job(HasSpecs):
         return self.compares_with_base and not self.method.has_adapters
 
     @property
+    def own_batch(self) -> BatchShape:
+        """What one rank has of the batch: all of it, or where ranks share the tokens of each row its part."""
+        return self.batch.part_of(self.sp_size)
+
+    @property
+    def may_share_rows(self) -> bool:
+        """Whether groups of ranks can share the tokens of each row."""
+        return self.parallelism.shares_rows and self.batch.goal.learns_answers and self.attention != "eager"
+
+    @property
     def head_positions(self) -> int:
-        """Positions of a sequence of the batch that the head reads."""
-        return self.head_positions_of(self.batch.length, self.batch.labelled)
+        """Positions of a sequence of a rank's batch that the head reads."""
+        return self.head_positions_of(self.own_batch.length, self.own_batch.labelled)
 
     def head_positions_of(self, length: int, labelled: int) -> int:
         """Return the positions of a sequence that the head reads (of pairs on a CPU all: TRL's `compact`)."""
@@ -312,6 +332,16 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
         (sharing.is_single and devices != 1, f"{named} uses one GPU, not {devices}: pass --gpus 1, or --parallel ddp."),
         (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
         (job.unshardable(), job.unshardable()),
+        (
+            job.sp_size > 1 and not job.may_share_rows,
+            f"--sp {job.sp_size} is for --parallel ddp and fsdp, rows with one answer to learn, and sdpa or flash "
+            "attention: leave it out.",
+        ),
+        (
+            devices % job.sp_size,
+            f"--sp is {job.sp_size}, but {devices} GPUs cannot form equal groups of so many: pass a divisor, such as "
+            f"--sp {math.gcd(devices, job.sp_size)}.",
+        ),
         (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),
         (rows % parts, f"--batch-size {rows} has no {parts} equal micro-batches: pass --batch-size {even_rows}."),
         (

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind
+from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, exchanged_keys
 from common.planning.job import BatchShape, Job
 from common.planning.terms import Kind, Term, activations, numbers, size_of, times_each
 
@@ -67,12 +67,21 @@ class LayerActivations:
         if self.job.cpu_operations and self.job.attention == "sdpa" and self.architecture.dropout > 0:
             return self._attention_on_cpu(stack)
         own, *cross = (self._one_attention(*lengths) for lengths in self.batch.attentions_in(stack))
-        return [*own, *(term for terms in cross for term in times_each(terms, 1, "cross attention: "))]
+        across = (term for terms in cross for term in times_each(terms, 1, "cross attention: "))
+        return [*own, *across, *self._sent_back(stack)]
+
+    def _sent_back(self, stack: Stack) -> list[Term]:
+        """Return attention's result as the next projection keeps it: where ranks exchange heads a tensor of its own."""
+        last, has_dropout = _last_of(Block.ATTENTION, stack), self.job.lora_dropout > 0
+        keeps = any(self._keeps_input(linear) or (self.job.adapts(linear) and not has_dropout) for linear in last)
+        size = self.batch.tokens_in(stack) * self.architecture.query_size * self.job.arithmetic_bytes
+        what = "result of attention, sent back to the tokens' ranks"
+        return [activations(what, "T Q a", size * (keeps and self.job.sp_size > 1))]
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
         architecture, job, rows, a = self.architecture, self.job, self.batch.sequences, self.job.arithmetic_bytes
-        heads, q, k = architecture.heads, architecture.query_size, architecture.key_size
+        heads, q, k = architecture.heads, architecture.query_size, exchanged_keys(architecture, job.sp_size)
         s, te = ("S", "T") if asking == asked else ("E", "TE")
         eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
         keys, in_words = (2 * q, "2 Q") if eager or masked else (2 * k, "2 K")  # repeated for each head, or not

@@ -11,7 +11,8 @@ Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that 
 hidden size, I the MLP's size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the
 arithmetic's format, `x` of the format that hidden states travel in between layers, `w` of a weight. With tensor
 parallel heads, I, Q and K are those of one rank. In an encoder-decoder's decoder S are the tokens of a summary; E are
-those of the text, which its cross attention reads, and TE = B x E.
+those of the text, which its cross attention reads, and TE = B x E. With sequence parallel T and P are those of one
+rank; in attention it has all tokens of a part of the heads instead, which takes as much.
 """
 
 import math
@@ -77,7 +78,7 @@ class DeviceSums(BetweenSteps):
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         super().__init__(architecture, job, share)
-        self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)  # one micro-batch
+        self.batch = replace(job.own_batch, rows=job.own_batch.rows // job.micro_batches)  # one micro-batch
         self.matrix = architecture.vocab * architecture.hidden  # weights of the head's
         self.trains_head = share.has_head and trains_head(architecture, job)
         self.head_gradients = (self.matrix + architecture.final_parameters) * self.trains_head

@@ -105,8 +105,11 @@ class PhaseSums:
         """Return a batch of validation beside all that training keeps."""
         if self.job.batch.goal.rewards:
             return self._answering_beside("validation", self.shape.validated)
-        sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
-        rows = self._filled_up(self.shape.validated) * self.job.batch.goal.sequences_per_row
+        sums, parts, shape = self._trained, self.job.micro_batches, self.shape
+        lengths = {"length": shape.length, "labelled": shape.labelled}
+        batch = replace(self.job.batch, rows=self._filled_up(shape.validated), **lengths)
+        own = batch.part_of(self.job.sp_size)
+        rows, length = own.sequences, own.length
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
         layer = [*self._layer(rows // parts, length, length, trains=True), *self._images(rows)]
         moments = [
@@ -114,7 +117,7 @@ class PhaseSums:
             (Moment.TOWER_FORWARD, [*kept, *self._images(rows, looking=True)]),
         ]
         if self.share.has_head:
-            loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
+            loss = sums.loss_without_gradients(rows, length, own.labelled)
             moments.append((Moment.LOSS, [*kept, *sums.gathered(FSDP_GATHERED_AT_LOSS), *loss]))
         return self._phase("validation", "trained model, optimizer", *moments)
 

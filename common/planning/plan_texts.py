@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 from tabulate import tabulate
 
 from common.hardware.devices import Gpu, time_text
-from common.planning.architectures import StackKind
+from common.planning.architectures import StackKind, exchanged_keys
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
@@ -23,7 +23,7 @@ def why(plan: Plan) -> str:
         help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
         return (
             f"does not fit: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
-            f"{_largest_parts(memory)}; {help_}"
+            f"{memory.largest_parts}; {help_}"
         )
     if not plan.may_fit:
         return f"does not fit: {phase_that_is_too_large(plan)}"
@@ -33,8 +33,11 @@ def why(plan: Plan) -> str:
     waits = plan.time.exposed_s / plan.time.total_s
     remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
     device, gpu, phase = plan.highest
+    has_own_rows = job.sp_size == 1 or job.parallelism.shards
+    template = job.parallelism.why if has_own_rows else "the model is replicated"
     reasons = [
-        job.parallelism.why.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
+        template.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
+        f"{job.sp_size} devices share the tokens of each row, and in attention its heads" if job.sp_size > 1 else "",
         f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
@@ -45,11 +48,6 @@ def why(plan: Plan) -> str:
         f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows" if plan.fits else "",
     ]
     return "; ".join(filter(None, reasons))
-
-
-def _largest_parts(memory: DeviceMemory) -> str:
-    parts = sorted(memory.parts_gib.items(), key=lambda part: -part[1])[:2]
-    return " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
 
 
 def phase_that_is_too_large(plan: Plan) -> str:
@@ -63,7 +61,7 @@ def phase_that_is_too_large(plan: Plan) -> str:
     )
     return (
         f"training fits, but {phase.name} takes {phase.memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device "
-        f"{device} ({phase.alive}), most of it {_largest_parts(phase.memory)}; {help_}"
+        f"{device} ({phase.alive}), most of it {phase.memory.largest_parts}; {help_}"
     )
 
 
@@ -99,8 +97,8 @@ def recommendation(plans: Sequence[Plan]) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
-    """Format the plans as a table for a terminal.
+def table(plans: Sequence[Plan], rows_per_epoch: int, longest: bool = False) -> str:
+    """Format the plans as a table for a terminal; `longest`: with their rows' length, and what takes most memory.
 
     Memory is that of a run's highest phase; where that is not training, a column has training's, too.
     """
@@ -116,11 +114,12 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
             "-" if plan.tokens_per_s_best is None else f"{plan.tokens_per_s_best:,.0f}",
-            _seconds(plan.epoch_s(rows_per_epoch)),
-            "-" if usd is None else f"{usd:,.2f}",
+            *([f"{plan.job.batch.length:,}", phase.memory.largest_parts] if longest else
+              [_seconds(plan.epoch_s(rows_per_epoch)), "-" if usd is None else f"{usd:,.2f}"]),
         ])  # fmt: skip
     headers = ("strategy", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch",
-               "step", "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
+               "step", "tokens\nper s", "best\nper s",
+               *(["tokens\nof a row", "GiB, most of it"] if longest else ["epoch", "epoch\nUSD"]))  # fmt: skip
     used: dict[str, dict[str, None]] = {}  # each technique has one precision
     for plan in plans:
         used.setdefault(plan.job.precision, {})[plan.job.method.short] = None
@@ -194,7 +193,7 @@ def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
 
 def _letters(plan: Plan) -> str:
     """Return what the letters of the formulas stand for in this plan."""
-    architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.batch
+    architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.own_batch
     rows, target = batch.sequences // job.micro_batches, batch.target_length or batch.length
     lengths = f"S = {batch.length} tokens, T = B S = {rows * batch.length:,}"
     if len(architecture.stacks) > 1:
@@ -212,7 +211,7 @@ def _letters(plan: Plan) -> str:
     return (
         f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}"
         f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, Q = {architecture.query_size:,}, "
-        f"K = {architecture.key_size:,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
+        f"K = {exchanged_keys(architecture, job.sp_size):,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
         f"x = {hidden_bytes(architecture, job)}, w = {job.weight_bytes} bytes"
     )
 

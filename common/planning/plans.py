@@ -1,6 +1,6 @@
 """Plans of runs: a job's memory, time and cost on a cluster; all numbers are projected."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning import device_maps
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, sp_sizes
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
@@ -24,6 +24,7 @@ from common.planning.time_plan import Calibration, Cluster, StepTime, calibratio
 from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
+TOKENS_STEP, LONGEST_ROW = 1024, 2**21  # the same of tokens of a row
 DEFAULT_ROWS_PER_EPOCH = 10_000
 ROOMY_SHARE = 0.25  # of a device, that validation and answers may take whatever training takes
 
@@ -235,21 +236,29 @@ class Plan:
     def max_batch_size(self) -> int:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
         step = self.job.micro_batches
-        most = max(1, LARGEST_BATCH // step)
-        return step * largest(lambda steps: self._fits_with(steps * step), most, self._rows_expected() // step)
+        return step * self._most(lambda steps: self._job_with(rows=steps * step), LARGEST_BATCH // step, 1)
 
-    def _rows_expected(self) -> int:
-        """Return the rows that would fit if all devices shared all memory, and each row took as much as the next."""
-        rows, devices = self.job.batch.rows, list(zip(self.shares, self.cluster.gpus, strict=True))
+    @cached_property
+    def longest_row(self) -> int:
+        """How long a row may be that fits in training, in steps of `TOKENS_STEP`; 0 = not even one."""
+        return self._most(self.job_with_row, self.architecture.max_length // TOKENS_STEP, 16)
+
+    def _most(self, job_with: Callable[[int], Job], most: int, tried: int) -> int:
+        """Return the largest number of rows or tokens, of which `job_with` makes jobs, that fits.
+
+        The search starts where it would be if all devices shared all memory, and it grew as from `tried` to its double.
+        """
+        devices = list(zip(self.shares, self.cluster.gpus, strict=True))
         need, twice_need = (
             sum(memory_with_overhead(self.architecture, job, *device).safe_gib for device in devices)
-            for job in map(self._job_with, (rows, 2 * rows))
+            for job in map(job_with, (tried, 2 * tried))
         )
         room = sum(gpu.memory_gib for _, gpu in devices) - need
-        return int(rows * (1 + room / max(twice_need - need, 1 / GIB)))
+        guess = int(tried * (1 + room / max(twice_need - need, 1 / GIB)))
+        return largest(lambda number: self._fits_with(job_with(number)), max(1, most), guess)
 
-    def _fits_with(self, rows: int) -> bool:
-        architecture, gpus, job = self.architecture, self.cluster.gpus, self._job_with(rows)
+    def _fits_with(self, job: Job) -> bool:
+        architecture, gpus = self.architecture, self.cluster.gpus
         if job.parallelism.splits_layers and not self.placed_by_hand:
             return device_maps.shares_that_fit(architecture, job, gpus) is not None
         return all(
@@ -257,8 +266,13 @@ class Plan:
             for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
         )
 
-    def _job_with(self, rows: int) -> Job:
-        return replace(self.job, batch=replace(self.job.batch, rows=rows))
+    def _job_with(self, **shape: int) -> Job:
+        return replace(self.job, batch=replace(self.job.batch, **shape))
+
+    def job_with_row(self, steps: int) -> Job:
+        """Return the job with rows of so many steps of tokens, learnt as a whole where they are."""
+        batch, tokens = self.job.batch, steps * TOKENS_STEP
+        return self._job_with(length=tokens, labelled=tokens if batch.labelled == batch.length else batch.labelled)
 
     @property
     def name(self) -> str:
@@ -298,6 +312,12 @@ def make_plan(
 def _check_fit(architecture: Architecture, job: Job) -> None:
     """Refuse target modules, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
+    heads, kv_heads = architecture.heads, architecture.kv_heads
+    if job.sp_size not in (sizes := sp_sizes(heads, kv_heads)):
+        raise NotPlannedError(
+            f"--sp is {job.sp_size}, but {architecture.name} has {heads} attention and {kv_heads} key-value heads, "
+            f"which so many ranks cannot share evenly: pass --sp {' or '.join(map(str, sizes[1:])) or 1}."
+        )
     batch, name, tower = job.batch, architecture.name, architecture.tower
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
         if length > architecture.max_length:

@@ -6,13 +6,14 @@ from dataclasses import replace
 from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE
-from common.planning.architectures import Architecture
+from common.planning.architectures import Architecture, sp_sizes
 from common.planning.job import BatchShape, Job, Precision
 from common.planning.plans import Plan, make_plan
 from common.planning.time_plan import Calibration, Cluster
 
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
+LONGEST_FIRST = "the longest row that is safe to fit in training, with gradient checkpointing"
 SORTED_BY = (
     "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
     f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; tight fits come last, where another "
@@ -31,20 +32,21 @@ def ranked_plans(
     precision: Precision | None = None,
     micro_batches: int | None = None,
     dp_replicate_size: int | None = None,
+    sp_size: int | None = None,
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
     Of plans about as fast as the fastest of their technique, the simplest comes first; a tight plan after all that are
-    not, where one of these is about as fast. Where ranks cannot share rows, FSDP that offloads follows; then what does
-    not fit, by how much it lacks.
+    not, where one of these is about as fast. Where ranks cannot divide rows, FSDP that offloads follows; then what
+    does not fit, by how much it lacks.
 
     None: of `parallels` those that make sense, of `precision` each technique's usual one, of `checkpointing` where it
     does not fit without, of `micro_batches` as many as make sense, of `dp_replicate_size` one copy of the model, and
-    with fsdp another plan with one on each machine.
+    with fsdp another plan with one on each machine, of `sp_size` 1, and where not even one row fits all of a machine.
     """
     plans = []
     for technique in techniques:
-        usual = parallels or _usual_parallelisms(technique, asked.batch, cluster)
+        usual = parallels or _usual_parallelisms(technique, asked.batch, cluster, sp_size or 1)
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
             sharing, number_format = PARALLELISMS[parallel], precision or usual_precision(technique, cluster)
@@ -68,18 +70,46 @@ def ranked_plans(
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
-            found: list[Plan] = []
-            for on in [False, True] if checkpointing is None else [checkpointing]:
-                tried = replace(job, gradient_checkpointing=on)
-                found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
-                if found[-1].fits:
-                    break
-            in_turn = (plan for verdict in ("yes", "tight") for plan in found if plan.verdict == verdict)
-            plans.append(next(in_turn, found[-1]))
+            for ranks in (sp_size,) if sp_size else _sp_sizes(architecture, job, cluster):
+                is_last_resort = ranks > 1 and sp_size is None
+                if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):
+                    continue
+                found: list[Plan] = []
+                for on in [False, True] if checkpointing is None else [checkpointing]:
+                    tried = replace(job, gradient_checkpointing=on, sp_size=ranks)
+                    found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
+                    if found[-1].fits:
+                        break
+                in_turn = (plan for verdict in ("yes", "tight") for plan in found if plan.verdict == verdict)
+                plan = next(in_turn, found[-1])
+                plans += [plan] * (plan.trains or not is_last_resort)
     found = [plan for plan in plans if plan.may_fit]
     resort = [] if any(plan.job.parallelism.splits_rows for plan in found) else _offloaded(plans, calibration)
     return [*_best_first(found), *resort,
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def longest_rows(plans: Iterable[Plan], checkpointing: bool | None, calibration: Calibration) -> list[Plan]:
+    """Return each plan with the longest row that fits in training (or a short one, where none does), longest first.
+
+    With gradient checkpointing, unless it is False; where ranks can share rows also with those of a machine that do.
+    """
+    found = []
+    for plan in plans:
+        for ranks in {plan.job.sp_size, *_sp_sizes(plan.architecture, plan.job, plan.cluster)}:
+            job = replace(plan.job, gradient_checkpointing=checkpointing is not False, sp_size=ranks)
+            way = make_plan(plan.architecture, job, plan.cluster, calibration)
+            longest = way.job_with_row(way.longest_row or 1)
+            found.append(make_plan(plan.architecture, longest, plan.cluster, calibration))
+    return sorted(found, key=lambda plan: (plan.fits, plan.job.batch.length), reverse=True)
+
+
+def _sp_sizes(architecture: Architecture, job: Job, cluster: Cluster) -> tuple[int, ...]:
+    """Return how many ranks may share the rows of the job, where it does not say: 1, and as many as a machine has."""
+    sizes = [
+        size for size in sp_sizes(architecture.heads, architecture.kv_heads) if cluster.gpus_per_machine % size == 0
+    ]
+    return tuple(dict.fromkeys((1, max(sizes)))) if job.may_share_rows and job.sp_size == 1 else (job.sp_size,)
 
 
 def _offloaded(plans: Sequence[Plan], calibration: Calibration) -> list[Plan]:
@@ -92,12 +122,13 @@ def _offloaded(plans: Sequence[Plan], calibration: Calibration) -> list[Plan]:
     return sorted((plan for plan in tried if plan.fits), key=lambda plan: plan.host_gib)
 
 
-def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
+def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster, sp_size: int) -> tuple[str, ...]:
     task = batch.goal
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     has_own_list = task.folder_for_one != "" and technique in task.techniques  # else the planner's suggestions hold
     usual = task.parallelisms if has_own_list else suggested
-    return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
+    usual = [name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1)]
+    return tuple(name for name in usual if sp_size == 1 or len(usual) == 1 or PARALLELISMS[name].shares_rows)
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 
 from common.base.errors import NotPlannedError
 from common.hardware.devices import GIB, Gpu
-from common.planning.architectures import Architecture, Stack, StackKind, Tower
+from common.planning.architectures import Architecture, Stack, StackKind, Tower, exchanged_keys
 from common.planning.job import Job, Kernels
 from common.planning.shares import Share, sees, trains_head, whole_model
 from common.planning.tower_activations import job_of_tower
@@ -84,6 +84,7 @@ KERNEL_SETS: dict[Kernels, KernelSet] = {
     "compiled": KernelSet(norm=2, rotary=2, gate=3, adapter_inputs=(1, 3), adapter_outputs=(3, 2), loss=10, kernels=15),
 }
 RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
+EXCHANGED = 4  # per number that ranks exchange in attention: laid side by side, and back into the tokens' order
 EAGER_SCORE = 15  # of attention without a fused kernel, per score
 # how `StepFlops.useful` counts
 COUNTED = (
@@ -139,7 +140,7 @@ def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
 
 
 def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
-    batch, queries = job.batch, architecture.query_size
+    batch, queries = job.own_batch, architecture.query_size
     layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
     for stack, count in share.stacks_of(architecture):
         for linear in stack.linears:
@@ -147,9 +148,10 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
             layers += twice_tokens * linear.weights
             trained += twice_tokens * linear.weights * job.trains(linear)
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
-        for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
+        for number, (asking, asked) in enumerate(job.batch.attentions_in(stack)):
             is_causal = stack.kind != StackKind.ENCODER and number == 0  # cross attention reads the whole text
-            attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
+            scores = job.batch.sequences * asking * asked / job.sp_size  # of whole rows, for a part of the heads
+            attention += count * 4 * scores * queries * (0.5 if is_causal else 1.0)
     head = 2 * batch.sequences * job.head_positions * architecture.vocab * architecture.hidden * share.has_head
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
@@ -197,20 +199,20 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
     for stack, layers in share.stacks_of(architecture):
         count += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
-            tokens, size = job.batch.tokens_into(linear, stack), linear.weights
+            tokens, size = job.own_batch.tokens_into(linear, stack), linear.weights
             passes = forward_passes + 1 + job.trains(linear)
             count += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
             count += layers * forward_passes * (4 + a) * size * makes_copies
             count += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
             of_adapter = per_input * linear.inputs + per_output * linear.outputs
             count += layers * a * tokens * of_adapter * job.adapts(linear)
-    logits = job.batch.sequences * job.head_positions * architecture.vocab * share.has_head
+    logits = job.own_batch.sequences * job.head_positions * architecture.vocab * share.has_head
     return count + 2 * kernels.loss * logits
 
 
 def _between_products(architecture: Architecture, job: Job, stack: Stack) -> float:
     """Return the numbers that a layer's other operations read and write in a forward pass, for all tokens."""
-    kernels, batch = KERNEL_SETS[job.kernels], job.batch
+    kernels, batch = KERNEL_SETS[job.kernels], job.own_batch
     queries, keys = architecture.query_size, architecture.key_size
     blocks = 3 if stack.kind == StackKind.CROSS_DECODER else 2
     if architecture.family.is_llama_like:
@@ -225,7 +227,8 @@ def _between_products(architecture: Architecture, job: Job, stack: Stack) -> flo
         count += 2 * batch.sequences * (asking * queries + asked * keys) + EAGER_SCORE * scores * (
             job.attention == "eager"
         )
-    return count
+    exchanged = 2 * (queries + exchanged_keys(architecture, job.sp_size)) * (job.sp_size > 1)
+    return count + batch.tokens_in(stack) * EXCHANGED * exchanged
 
 
 # -- seconds

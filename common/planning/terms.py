@@ -88,6 +88,12 @@ class DeviceMemory:
         """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
         return self.peak_gib + self.spread / GIB
 
+    @property
+    def largest_parts(self) -> str:
+        """The two parts that take most, in GiB: `weights 3.5 and activations 1.2`."""
+        parts = sorted(self.parts_gib.items(), key=lambda part: -part[1])[:2]
+        return " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
+
     def verdict_on(self, gpu: Gpu) -> str:
         """Return `yes` where the GPU is safe to hold it, `tight` where it is likely to, else `no`."""
         return "yes" if self.safe_gib <= gpu.memory_gib else "tight" if self.peak_gib <= gpu.memory_gib else "no"

@@ -13,7 +13,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
-from common.planning.architectures import Architecture, Block
+from common.planning.architectures import Architecture, Block, exchanged_keys
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.searches import smallest_ratio
@@ -228,7 +228,8 @@ def step_time(
     """Compute how long a step takes; `shares` and `speeds` have one entry per device.
 
     Gradients are sent while the backward pass goes on, and gathered weights while a layer computes: only what takes
-    longer shows; what tensor parallel sums is waited for. With accumulation DDP sends once per optimizer step.
+    longer shows; what tensor parallel sums, and what ranks exchange that share rows, is waited for. With accumulation
+    DDP sends once per optimizer step.
     """
     part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
@@ -255,13 +256,19 @@ def step_time(
         sent /= job.accumulation_steps
         communication_s /= job.accumulation_steps
         exposed_s /= job.accumulation_steps
+    exchanged, near = exchanged_bytes(architecture, job), cluster.link_among(job.sp_size)
+    exchanged_s = exchanged / (near.gb_per_s * 1e9)
+    exchange = (
+        f"exchange of heads and tokens: {exchanged / 1e9:,.3g} GB by {near.name}, {exchanged_s:.3g} s, not hidden"
+    )
     return StepTime(
-        slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9, terms=
+        slowest, exposed_s + exchanged_s, bubble_s, optimizer_s, (sent + exchanged) / 1e9, terms=
         (
             f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s"
             + speeds[0].in_words(part, job, shares[0], cluster.gpus[0]),
             f"communication: {sent / 1e9:,.3g} GB by {links}, {communication_s:.3g} s, "
             f"of which {exposed_s:.3g} s are not hidden",
+            *[exchange] * (job.sp_size > 1),
             f"waiting: {bubble_s:.3g} s",
             f"optimizer: {optimizer_s:.3g} s",
         ),
@@ -350,6 +357,17 @@ def summed_bytes(architecture: Architecture, job: Job) -> float:
         total += stack.layers * 2 * passes * hidden * a
         total += (stack.layers * 2 - needless) * hidden * 4
     return total
+
+
+def exchanged_bytes(architecture: Architecture, job: Job) -> float:
+    """Count the bytes that a rank sends in a step to ranks that share its rows (Jacobs et al. 2023, section 3).
+
+    In each layer its tokens' queries, keys and values, and the results back; as much in the backward pass, and again
+    where checkpointing repeats the forward pass. Of each (n - 1) / n goes to others.
+    """
+    n, passes, layers = job.sp_size, 2 + job.gradient_checkpointing, sum(stack.layers for stack in architecture.stacks)
+    of_token = 2 * (architecture.query_size + exchanged_keys(architecture, n)) * job.arithmetic_bytes
+    return (n - 1) / n * passes * layers * job.own_batch.tokens * of_token
 
 
 def break_even_gbit(
