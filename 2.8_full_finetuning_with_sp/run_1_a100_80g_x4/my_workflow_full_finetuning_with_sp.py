@@ -11,14 +11,13 @@ tokens for heads, (3) each batch is this rank's part of the tokens of its rows, 
 in the last backward pass of a step, (5) the upper bound is measured beside it.
 """
 
-from my_utils_full_finetuning_with_sp import measure_ceiling
+from my_utils_full_finetuning_with_sp import divide_rows, measure_ceiling
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.models.divided import mesh_of
-from common.models.sequence_parallel import divide_rows
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.answer_logits import Model

@@ -20,9 +20,8 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
-from common.models.sequence_parallel import check_shares_heads
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
-from common.planning.architectures import is_known_architecture
+from common.planning.architectures import is_known_architecture, sp_sizes
 
 LEAST_QUANTIZED_SHARE = 0.9
 Changes = tuple[dict[str, object], str]  # settings, and why they are others
@@ -68,6 +67,19 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
             f"{name} is {getattr(run, name)}, but of {run.model} {attention} cannot separate rows: leave --{name} out."
         )
     return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
+
+
+def check_shares_heads(config: PretrainedConfig, ranks: int) -> None:
+    """Refuse a model whose heads so many ranks cannot share evenly."""
+    heads = config.get_text_config().num_attention_heads
+    groups = getattr(config.get_text_config(), "num_key_value_heads", None) or heads
+    possible = sp_sizes(heads, groups)[1:]
+    if ranks > 1 and ranks not in possible:
+        instead = f"pass --sp {', '.join(map(str, possible))}" if possible else "pass --parallel fsdp without --sp"
+        raise BadInputError(
+            f"sp_size is {ranks}, but so many ranks cannot share the model's {heads} attention heads and {groups} "
+            f"key-value heads evenly: {instead}."
+        )
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:

@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SEPARATE_ROWS = "separate_rows"  # its name as an attention implementation; rows that are padded have SDPA's with it
+EXCHANGED_HEADS = "exchanged_heads"  # of 2.8, where ranks share rows and exchange tokens for heads
 # decoders that are tested; of others some put more into the mask, which is not made here, than into the arguments
 KINDS = {
     "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",

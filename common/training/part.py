@@ -28,8 +28,7 @@ from common.models.compiled_layers import compile_layers
 from common.models.known_padding import padding_known
 from common.models.merging import next_token_logits
 from common.models.saved_files import save_model
-from common.models.separate_rows import separate_rows, without_mask
-from common.models.sequence_parallel import check_divides_rows
+from common.models.separate_rows import EXCHANGED_HEADS, separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, global_numel, local_part
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
@@ -85,7 +84,8 @@ class Part:
         if self.takes_chunks:
             compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
         if run.sp_size > 1:
-            check_divides_rows(self.model)
+            if self.model.config._attn_implementation != EXCHANGED_HEADS:
+                raise RuntimeError("Ranks share rows (sp_size), but attention sees this rank's tokens alone.")
         elif run.is_padding_free and run.attention == "sdpa":
             separate_rows(self.model)
         if run.torch_compile:

@@ -15,12 +15,12 @@ from common.base.run_config import RunConfig
 from common.data.batches import lay_end_to_end
 from common.data.rows import IGNORED_LABEL
 from common.models.separate_rows import KINDS, separate_rows, without_mask
-from common.models.sequence_parallel import divide_rows
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank
 from common.training.answer_logits import keep_answer_logits, own_tokens
 from common.training.usage import SentBytes
 from tests.families import DECODERS
+from tests.recipes.folders import SP
 from tests.unit.ranks import largest, tell
 
 RANKS, WORDS = 4, 200
@@ -66,6 +66,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compared(family: str, sp_size: int, rank: Rank) -> dict[str, float]:
+    from my_utils_full_finetuning_with_sp import divide_rows  # the run folder's
+
     whole, shared = tiny(family), tiny(family)
     separate_rows(whole)
     expected = loss_of(whole, without_mask(keep_answer_logits(lay_end_to_end(rows()))))
@@ -87,6 +89,7 @@ def compared(family: str, sp_size: int, rank: Rank) -> dict[str, float]:
 
 
 def main() -> None:
+    sys.path.insert(0, str(SP))
     run = RunConfig(technique="full", target_modules="all", parallel="ddp", devices=RANKS, sp_size=2)
     with rank_started(run) as rank:
         tell({f"{family}, {size}": compared(family, size, rank) for family in sorted(KINDS) for size in (2, RANKS)})

@@ -10,9 +10,8 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import lay_end_to_end
 from common.data.rows import IGNORED_LABEL
-from common.models.families import suited_to_model
+from common.models.families import check_shares_heads, suited_to_model
 from common.models.separate_rows import KINDS, without_mask
-from common.models.sequence_parallel import check_shares_heads
 from common.training.answer_logits import own_tokens
 from tests.unit.ranks import found_by_ranks
 from tests.unit.sequence_worker import IN_FP32, LENGTHS, RANKS, rows
