@@ -240,6 +240,13 @@ class TrainingSettings:
         OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing),
         OnlyFor("single and mp: elsewhere checkpointing is non-reentrant", lambda run: run.parallelism.in_one_process),
     )
+    tiled_mlp: bool = setting(
+        False,
+        "MLPs compute tiles of tokens one after the other, each again in the backward pass: less memory of long rows.",
+        OnlyFor("single, ddp and fsdp",
+                lambda run: run.parallelism.is_single or run.parallelism.replicates or run.parallelism.uses_fsdp),
+        OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers),
+    )  # fmt: skip
     torch_compile: bool = setting(False, "Compile each layer: larger kernels, for some minutes at the start.")
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", AT_LEAST_0)
 

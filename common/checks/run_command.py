@@ -165,6 +165,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "use_liger_kernel": job.kernels == "fused",
         "torch_compile": job.kernels == "compiled",
         "gradient_checkpointing": job.gradient_checkpointing,
+        "tiled_mlp": job.tiled_mlp,
         "per_device_train_batch_size": job.batch.rows,
         "gradient_accumulation_steps": job.accumulation_steps,
         **job.batch.lengths,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
 from common.base.specs import TASKS, HasSpecs, Task
-from common.planning.architectures import Architecture, Linear, Stack, StackKind, read_architecture
+from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
@@ -148,6 +148,7 @@ class Job(HasSpecs):
     attention: Literal["eager", "sdpa", "flash"] = "sdpa"
     kernels: Kernels = "plain"
     gradient_checkpointing: bool = False
+    tiled_mlp: bool = False  # an MLP computes tiles of tokens one after the other
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()  # to adapt or train; empty = all but the head, with full every weight
     lora_dropout: float = 0.0
@@ -259,6 +260,10 @@ class Job(HasSpecs):
         """Return whether this projection's own weights are trained."""
         return not self.method.has_adapters and self._is_target(linear)
 
+    def tiles(self, linear: Linear) -> bool:
+        """Return whether this projection computes tiles of tokens, each again in the backward pass."""
+        return self.tiled_mlp and linear.block == Block.MLP
+
     def _is_target(self, linear: Linear) -> bool:
         return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
 
@@ -319,6 +324,11 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
             f"--technique {job.technique} with {named}: {library} does not divide weights in 4 bits: pass "
             "--parallel fsdp or ddp, or --technique lora.",
         ),
+        (
+            job.tiled_mlp and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
+            f"--tiled-mlp with {named} is not planned: pass --parallel ddp or fsdp.",
+        ),
+        (job.tiled_mlp and not job.batch.goal.learns_answers, "--tiled-mlp is for rows with one answer to learn alone."),
         (
             job.offload and (sharing.splits_layers or sharing.splits_matrices),
             f"--offload with {named} is not planned: pass fsdp or zero3.",
@@ -384,6 +394,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         optimizer=run.optim,
         attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing,
+        tiled_mlp=run.tiled_mlp,
         kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, run.target_names),

@@ -404,9 +404,10 @@ class DeviceSums(BetweenSteps):
 
     def _cached_copies(self) -> list[Term]:
         """Return autocast's copies of trained matrices that checkpointing does not keep, but autocast until it ends."""
-        terms: list[Term] = []
-        for stack, layers in self.stacks if self.job.gradient_checkpointing else []:
-            trained = [linear for linear in stack.linears if self.job.trains(linear)]  # copies of others are not kept
+        job, terms = self.job, []
+        for stack, layers in self.stacks:
+            again = [each for each in stack.linears if job.gradient_checkpointing or job.tiles(each)]
+            trained = [linear for linear in again if job.trains(linear)]  # copies of others are not kept
             terms += times_each(self.layer.weight_copies(trained), layers, f"{layers} x ")
         return [*terms, *(self.tower.cached_copies() if self.tower else [])]
 

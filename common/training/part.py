@@ -30,6 +30,7 @@ from common.models.merging import next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, global_numel, local_part
+from common.models.tiled_mlp import tile_mlps
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
@@ -78,6 +79,8 @@ class Part:
             compute_loss_in_chunks(self.model, in_training=not run.use_liger_kernel)  # Liger has its own
         if run.is_padding_free and run.attention == "sdpa":
             separate_rows(self.model)
+        if run.tiled_mlp:
+            tile_mlps(self.model)
         if run.torch_compile:
             compile_layers(self.model)
         if run.gradient_checkpointing:
