@@ -149,6 +149,7 @@ class Job(HasSpecs):
     kernels: Kernels = "plain"
     gradient_checkpointing: bool = False
     tiled_mlp: bool = False  # an MLP computes tiles of tokens one after the other
+    activation_offloading: bool = False  # inputs of checkpointed layers wait in the host's memory
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()  # to adapt or train; empty = all but the head, with full every weight
     lora_dropout: float = 0.0
@@ -177,6 +178,11 @@ class Job(HasSpecs):
     def reads_reference(self) -> bool:
         """Whether each step also reads its rows with the adapters off, as the reference."""
         return (self.batch.goal.compares or self.compares_with_base) and self.method.has_adapters
+
+    @property
+    def offloads_layer_inputs(self) -> bool:
+        """Whether what checkpointing keeps waits in the host's memory."""
+        return self.activation_offloading and self.gradient_checkpointing
 
     @property
     def keeps_copy(self) -> bool:
@@ -325,10 +331,11 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
             "--parallel fsdp or ddp, or --technique lora.",
         ),
         (
-            job.tiled_mlp and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
-            f"--tiled-mlp with {named} is not planned: pass --parallel ddp or fsdp.",
+            (job.tiled_mlp or job.activation_offloading)
+            and not (sharing.calls_whole_layers and job.batch.goal.learns_answers),
+            f"--tiled-mlp and --activation-offloading are not planned with {named} and --task {job.batch.task}: "
+            "pass --parallel ddp or fsdp, and --task chat.",
         ),
-        (job.tiled_mlp and not job.batch.goal.learns_answers, "--tiled-mlp is for rows with one answer to learn alone."),
         (
             job.offload and (sharing.splits_layers or sharing.splits_matrices),
             f"--offload with {named} is not planned: pass fsdp or zero3.",
@@ -395,6 +402,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing,
         tiled_mlp=run.tiled_mlp,
+        activation_offloading=run.activation_offloading,
         kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, run.target_names),

@@ -29,6 +29,9 @@ from common.planning.shares import Share, part_of_rank, sees, trained_weight_byt
 from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
+# TRL's `OffloadActivations` keeps so many tensors on the GPU while their copies are on the way to the host
+INPUTS_ON_THE_WAY = 5
+
 
 class Moment(StrEnum):
     """When the most may be alive in a step, from the last forward pass in flight on, in their order."""
@@ -253,6 +256,7 @@ class DeviceSums(BetweenSteps):
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
             times = (layers - (number == 0 and self.input_is_in_buffer)) * micro_batches
+            times = min(times, INPUTS_ON_THE_WAY) if self.job.offloads_layer_inputs else times
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += times_each(self._layer_kept(stack), times, name)
         return terms

@@ -14,7 +14,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture, Block
-from common.planning.between_steps import ZERO_REUSED_WEIGHTS
+from common.planning.between_steps import ZERO_REUSED_WEIGHTS, layer_input_bytes
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.searches import smallest_ratio
 from common.planning.shares import Share, part_of_rank, trained_parameters, trained_weight_bytes, whole_model
@@ -256,6 +256,9 @@ def step_time(
         sent /= job.accumulation_steps
         communication_s /= job.accumulation_steps
         exposed_s /= job.accumulation_steps
+    # layers' inputs go to the host and come back while others are computed
+    offloaded = 2 * part.stacks[0].layers * layer_input_bytes(part, job) * job.offloads_layer_inputs
+    exposed_s += max(0.0, offloaded / (OFFLOADED_GB_PER_S * 1e9) - slowest)
     return StepTime(
         slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9, terms=
         (

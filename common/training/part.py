@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from typing_extensions import override
 
 from common.base.paths import REPOSITORY
@@ -85,6 +87,9 @@ class Part:
             compile_layers(self.model)
         if run.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
+        self.offloading: AbstractContextManager = nullcontext()
+        if run.activation_offloading:
+            self.offloading = get_act_offloading_ctx_manager(self.model)
         self.model.train()
 
     @classmethod
@@ -94,7 +99,7 @@ class Part:
     def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
         """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
         inputs = on_device(batch, self.rank.device)
-        with padding_known(batch), self.autocast():
+        with padding_known(batch), self.offloading, self.autocast():
             if self.objective.loss_of_model:
                 return self.objective.loss_of_model(self.run, self.model, self.module, inputs) / label_count
             if self.objective.loss is None or self.takes_chunks:

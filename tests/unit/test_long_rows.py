@@ -1,4 +1,4 @@
-"""MLPs in tiles of tokens: the same loss and gradients, less memory, as the planner has it."""
+"""What long rows need: MLPs in tiles of tokens, and layers' inputs in the host's memory."""
 
 from dataclasses import replace
 
@@ -12,7 +12,8 @@ from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.models.tiled_mlp import check_tiles, tile_mlps
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape, job_of_run
+from common.planning.host_memory import host_moments
+from common.planning.job import BatchShape, Job, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.shares import whole_model
 from common.planning.step_speed import step_flops
@@ -65,7 +66,9 @@ def test_without_gradients_tiles_give_the_same() -> None:
 
 
 def run_of(**settings: object) -> RunConfig:
-    return RunConfig(**{"technique": "full", "target_modules": "all", "model": "llama-27m", "weights": "random"} | settings)
+    return RunConfig(
+        **{"technique": "full", "target_modules": "all", "model": "llama-27m", "weights": "random"} | settings
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,3 +122,25 @@ def test_layers_without_one_mlp_are_refused(model: str, monkeypatch: pytest.Monk
 
 def test_a_known_model_is_tiled() -> None:
     check_tiles(run_of(tiled_mlp=True))
+
+
+def test_offloaded_inputs_of_layers_wait_on_the_host() -> None:
+    """Five of TRL's tensors are on the way to it; PyTorch pins blocks of powers of two."""
+    architecture, batch = read_architecture("llama-3.1-8b"), BatchShape(1, 24_576, 24_575)
+    job = Job("full", "ddp", batch, devices=4, gradient_checkpointing=True)
+    offloads = replace(job, activation_offloading=True)
+    on_gpu = [device_memory(architecture, each, whole_model(architecture)).allocated_gib for each in (job, offloads)]
+    on_host = [sum(term.gib for term in host_moments(architecture, each, 2)["training"]) for each in (job, offloads)]
+    each_gib = 24_576 * 4096 * 2 / 2**30
+    assert on_gpu[0] - on_gpu[1] == pytest.approx((32 - 5) * each_gib, rel=0.05)
+    assert on_host[1] - on_host[0] == pytest.approx(2 * 32 * 0.25)
+
+
+def test_activation_offloading_is_for_checkpointed_layers_on_gpus() -> None:
+    for settings in ({}, {"gradient_checkpointing": True}):
+        with pytest.raises(BadInputError, match="activation_offloading"):
+            run_of(activation_offloading=True, **settings)
+    gpu = {"device": "cuda", "gpu": "A100 80GB SXM"}
+    run_of(activation_offloading=True, gradient_checkpointing=True, **gpu)
+    with pytest.raises(BadInputError, match="activation_offloading"):
+        run_of(activation_offloading=True, gradient_checkpointing=True, parallel="zero3", devices=2, **gpu)
