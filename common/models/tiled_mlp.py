@@ -1,7 +1,7 @@
 """MLPs that compute tiles of tokens one after the other, and each tile again in the backward pass (ALST's `TiledMLP`).
 
 So intermediate results of one tile alone are held (Arctic Long Sequence Training, arxiv.org/abs/2506.13996).
-DeepSpeed's adds to the weights' gradients tile by tile, which DDP and FSDP2 cannot count; here autograd sums them first.
+DeepSpeed's adds to the weights' gradients tile by tile, which DDP and FSDP2 cannot count; here autograd sums first.
 """
 
 import math
