@@ -326,6 +326,8 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          "--gradient_checkpointing false."),
         (run.torch_compile and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
          f"torch_compile is True, but parallel is {run.parallel}, not tested with it: pass --torch_compile false."),
+        (run.torch_compile and run.tiled_mlp,
+         "torch_compile is True, but so is tiled_mlp, not tested with it: pass --torch_compile false."),
         (run.torch_compile and run.loop != "trainer",
          f"torch_compile is True, but loop is {run.loop}: pass --torch_compile false."),
         (run.method.has_adapters and run.target_modules == "all",

@@ -90,6 +90,11 @@ class Parallelism:
         return not (self.splits_layers or self.splits_matrices or self.is_zero_3)
 
     @property
+    def calls_whole_layers(self) -> bool:
+        """Whether a rank has each whole layer while it is called, by PyTorch alone."""
+        return self.is_single or self.replicates or self.uses_fsdp
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether PyTorch's FSDP2 shards."""
         return self.sharded_by == FSDP

@@ -44,6 +44,7 @@ from common.models.loading import (
 from common.models.placement import check_placement_and_memory
 from common.models.quantization import check_bitsandbytes
 from common.models.real_models import check_minilm
+from common.models.tiled_mlp import check_tiles
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import check_weight_files
 from common.records.store import default_run_name
@@ -103,6 +104,7 @@ def check_settings(run: RunConfig) -> RunConfig:
         check_targets,
         check_quantizable,
         check_liger,
+        check_tiles,
         _check_parallelism,
         _check_log_probs,
         check_weights,

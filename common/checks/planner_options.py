@@ -82,6 +82,8 @@ class PlannerOptions:
         "gradient_checkpointing", None, "Without it: where needed, with --no-gradient-checkpointing never.",
         nargs="?", const=True,
     )  # fmt: skip
+    tiled_mlp: bool = shared("tiled_mlp", False)
+    activation_offloading: bool = shared("activation_offloading", False)
     micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
     dp_replicate_size: int | None = shared(
         "dp_replicate_size", None, "With fsdp: sharded copies; without it: one, on several machines also one on each."
@@ -212,6 +214,8 @@ def job_of(options: PlannerOptions) -> Job:
         optimizer=options.optim,
         attention=options.attention,
         kernels="fused" if options.use_liger_kernel else "compiled" if options.torch_compile else "plain",
+        tiled_mlp=options.tiled_mlp,
+        activation_offloading=options.activation_offloading,
         lora_rank=options.lora_r,
         target_modules=names_in(options.target_modules) if options.target_modules else (),
         lora_dropout=options.lora_dropout,

@@ -166,6 +166,8 @@ def _settings(plan: Plan) -> dict[str, object]:
         "use_liger_kernel": job.kernels == "fused",
         "torch_compile": job.kernels == "compiled",
         "gradient_checkpointing": job.gradient_checkpointing,
+        "tiled_mlp": job.tiled_mlp,
+        "activation_offloading": job.offloads_layer_inputs,
         "per_device_train_batch_size": job.batch.rows,
         "gradient_accumulation_steps": job.accumulation_steps,
         **job.batch.lengths,

@@ -33,6 +33,11 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     return 4 if ends_with_norm or has_wide_embeddings or job.precision == "fp32" or job.autocasts else 2
 
 
+def layer_input_bytes(architecture: Architecture, job: Job) -> int:
+    """Return the bytes of the hidden states that a layer of a decoder reads."""
+    return job.own_batch.tokens * architecture.hidden * hidden_bytes(architecture, job)
+
+
 class BetweenSteps:
     """Weights, optimizer states and buffers of one device; `stacks` are those with layers on it, with how many."""
 

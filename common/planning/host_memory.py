@@ -1,7 +1,10 @@
 """What a machine's own memory holds for its GPUs: what is offloaded, what is being read, and what is being written."""
 
+import math
+
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
+from common.planning.between_steps import layer_input_bytes
 from common.planning.job import Job
 from common.planning.shares import stages_of, trained_parameters
 from common.planning.terms import Kind, Term
@@ -30,7 +33,7 @@ def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[st
     weights = [term for term in offload if term.part == Kind.WEIGHTS]
     return {
         "loading": [*weights, _being_read(architecture, job, machines)],
-        "training": [*offload, *_staged(architecture, job, machines)],
+        "training": [*offload, *_staged(architecture, job, machines), *_layer_inputs(architecture, job, machines)],
         "saving": [_being_written(architecture, job, machines)],
         "merging": _being_merged(architecture, job, machines),
     }
@@ -104,6 +107,15 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
         terms = [(Kind.OPTIMIZER, "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
         terms += [of_weights] if job.parallelism.shards_weights else []
     return [_shards(*term, job, machines) for term in terms]
+
+
+def _layer_inputs(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return what checkpointing keeps where it is offloaded; PyTorch pins blocks of powers of two."""
+    if not job.offloads_layer_inputs:
+        return []
+    each = 2 ** math.ceil(math.log2(layer_input_bytes(architecture, job)))
+    count = job.devices // machines * architecture.stacks[0].layers
+    return [Term(Kind.ACTIVATIONS, "layer inputs", f"{count} x {each / GIB:.3g} GiB", count * each)]
 
 
 def _staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:

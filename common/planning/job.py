@@ -7,7 +7,7 @@ from typing import Any, Literal
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
 from common.base.specs import TASKS, HasSpecs, Task
-from common.planning.architectures import Architecture, Linear, Stack, StackKind, read_architecture
+from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
@@ -158,6 +158,8 @@ class Job(HasSpecs):
     attention: Literal["eager", "sdpa", "flash"] = "sdpa"
     kernels: Kernels = "plain"
     gradient_checkpointing: bool = False
+    tiled_mlp: bool = False  # an MLP computes tiles of tokens one after the other
+    activation_offloading: bool = False  # inputs of checkpointed layers wait in the host's memory
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()  # to adapt or train; empty = all but the head, with full every weight
     lora_dropout: float = 0.0
@@ -186,6 +188,11 @@ class Job(HasSpecs):
     def reads_reference(self) -> bool:
         """Whether each step also reads its rows with the adapters off, as the reference."""
         return (self.batch.goal.compares or self.compares_with_base) and self.method.has_adapters
+
+    @property
+    def offloads_layer_inputs(self) -> bool:
+        """Whether what checkpointing keeps waits in the host's memory."""
+        return self.activation_offloading and self.gradient_checkpointing
 
     @property
     def keeps_copy(self) -> bool:
@@ -279,6 +286,10 @@ class Job(HasSpecs):
         """Return whether this projection's own weights are trained."""
         return not self.method.has_adapters and self._is_target(linear)
 
+    def tiles(self, linear: Linear) -> bool:
+        """Return whether this projection computes tiles of tokens, each again in the backward pass."""
+        return self.tiled_mlp and linear.block == Block.MLP
+
     def _is_target(self, linear: Linear) -> bool:
         return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
 
@@ -350,6 +361,12 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
             "--parallel fsdp or ddp, or --technique lora.",
         ),
         (
+            (job.tiled_mlp or job.activation_offloading)
+            and not (sharing.calls_whole_layers and job.batch.goal.learns_answers),
+            f"--tiled-mlp and --activation-offloading are not planned with {named} and --task {job.batch.task}: "
+            "pass --parallel ddp or fsdp, and --task chat.",
+        ),
+        (
             job.offload and (sharing.splits_layers or sharing.splits_matrices),
             f"--offload with {named} is not planned: pass fsdp or zero3.",
         ),
@@ -414,6 +431,8 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         optimizer=run.optim,
         attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing,
+        tiled_mlp=run.tiled_mlp,
+        activation_offloading=run.activation_offloading,
         kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, run.target_names),

@@ -1,7 +1,8 @@
 """What PyTorch's autograd keeps of one layer's forward pass, operation by operation, and its backward pass works on."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, exchanged_keys
 from common.planning.job import BatchShape, Job
@@ -18,9 +19,19 @@ class LayerActivations:
     hidden_bytes: int
 
     def saved(self, stack: Stack) -> list[Term]:
-        """Return what autograd keeps of one layer's forward pass."""
-        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
-        return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
+        """Return what autograd keeps of one layer's forward pass; of an MLP in tiles its input alone."""
+        terms = [*self._norms(stack), *self._attention(stack), *self._dropouts(stack)]
+        if not self.job.tiled_mlp:
+            return [*terms, *self._mlp(stack), *self._of_linears(stack)]
+        size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
+        return [
+            *terms,
+            *self._of_linears(_only(Block.ATTENTION, stack)),
+            activations("input of the MLP", "T H x", size),
+        ]
+
+    def _of_linears(self, stack: Stack) -> list[Term]:
+        return [*self._linear_inputs(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
         architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
@@ -177,17 +188,34 @@ class LayerActivations:
 
     def backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
-        again, a, count = self.job.gradient_checkpointing, self.job.arithmetic_bytes, self._gradients_within_mlp
-        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * a
-        working = [activations("gradients within the MLP", f"{count} T I a", size)]
-        if again:  # the forward pass comes again
-            working = max(working, self.adapter_casts(stack), key=size_of)
+        again, a = self.job.gradient_checkpointing, self.job.arithmetic_bytes
+        working = self._tile_backward(stack) if self.job.tiled_mlp else self._mlp_backward(stack, again)
         saved = self.saved(stack) if again else []
         ways = [[*times_each(saved, 1, "computed again: "), *working, *self._score_gradients(stack, 4)]]
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self._mlp(stack)]
             ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
         return [*max(ways, key=size_of), self.passing(stack)]
+
+    def _mlp_backward(self, stack: Stack, again: bool) -> list[Term]:
+        count = self._gradients_within_mlp
+        size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * self.job.arithmetic_bytes
+        working = [activations("gradients within the MLP", f"{count} T I a", size)]
+        # the forward pass comes again
+        return max(working, self.adapter_casts(stack), key=size_of) if again else working
+
+    def _tile_backward(self, stack: Stack) -> list[Term]:
+        """Return what a tile of the MLP computes again and works on, and the gradient of the MLP's input."""
+        tokens = self.batch.tokens_in(stack)
+        tile = math.ceil(tokens / math.ceil(tokens / self.architecture.hidden))
+        of_tile = replace(self, batch=replace(self.batch, rows=1, length=tile))
+        terms = [
+            *of_tile._mlp(stack),
+            *of_tile._of_linears(_only(Block.MLP, stack)),
+            *of_tile._mlp_backward(stack, True),
+        ]
+        size = tokens * self.architecture.hidden * self.hidden_bytes
+        return [*times_each(terms, 1, "of a tile: "), activations("gradient of the MLP's input", "T H x", size)]
 
     @property
     def _gradients_within_mlp(self) -> int:
@@ -233,6 +261,10 @@ class LayerActivations:
 def _last_of(block: Block, stack: Stack) -> list[Linear]:
     """Return the projections of a layer that read what such a block has made; a decoder with an encoder has two."""
     return [linear for linear in stack.linears if linear.ends_block and linear.block == block]
+
+
+def _only(block: Block, stack: Stack) -> Stack:
+    return replace(stack, linears=tuple(linear for linear in stack.linears if linear.block == block))
 
 
 def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:

@@ -30,6 +30,9 @@ from common.planning.shares import Share, part_of_rank, sees, trained_weight_byt
 from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
 from common.planning.tower_activations import TowerActivations
 
+# TRL's `OffloadActivations` keeps so many tensors on the GPU while their copies are on the way to the host
+INPUTS_ON_THE_WAY = 5
+
 
 class Moment(StrEnum):
     """When the most may be alive in a step, from the last forward pass in flight on, in their order."""
@@ -254,6 +257,7 @@ class DeviceSums(BetweenSteps):
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
             times = (layers - (number == 0 and self.input_is_in_buffer)) * micro_batches
+            times = min(times, INPUTS_ON_THE_WAY) if self.job.offloads_layer_inputs else times
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += times_each(self._layer_kept(stack), times, name)
         return terms
@@ -405,9 +409,10 @@ class DeviceSums(BetweenSteps):
 
     def _cached_copies(self) -> list[Term]:
         """Return autocast's copies of trained matrices that checkpointing does not keep, but autocast until it ends."""
-        terms: list[Term] = []
-        for stack, layers in self.stacks if self.job.gradient_checkpointing else []:
-            trained = [linear for linear in stack.linears if self.job.trains(linear)]  # copies of others are not kept
+        job, terms = self.job, []
+        for stack, layers in self.stacks:
+            again = [each for each in stack.linears if job.gradient_checkpointing or job.tiles(each)]
+            trained = [linear for linear in again if job.trains(linear)]  # copies of others are not kept
             terms += times_each(self.layer.weight_copies(trained), layers, f"{layers} x ")
         return [*terms, *(self.tower.cached_copies() if self.tower else [])]
 

@@ -41,6 +41,7 @@ def why(plan: Plan) -> str:
         f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
+        "MLPs in tiles, each computed once more" if job.tiled_mlp else "",
         ""
         if plan.fits
         else f"tight, as {phase.name} is safe with {phase.memory.safe_gib:.1f} GiB, and device {device} has "

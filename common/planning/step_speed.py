@@ -141,13 +141,14 @@ def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
 
 def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     batch, queries = job.own_batch, architecture.query_size
-    layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
+    layers, attention, adapters, trained, tiled = 0.0, 0.0, 0.0, 0.0, 0.0
     for stack, count in share.stacks_of(architecture):
         for linear in stack.linears:
             twice_tokens = count * 2 * batch.tokens_into(linear, stack)
             layers += twice_tokens * linear.weights
             trained += twice_tokens * linear.weights * job.trains(linear)
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
+            tiled += twice_tokens * linear.weights * job.tiles(linear)
         for number, (asking, asked) in enumerate(job.batch.attentions_in(stack)):
             is_causal = stack.kind != StackKind.ENCODER and number == 0  # cross attention reads the whole text
             scores = job.batch.sequences * asking * asked / job.sp_size  # of whole rows, for a part of the heads
@@ -155,7 +156,7 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
     head = 2 * batch.sequences * job.head_positions * architecture.vocab * architecture.hidden * share.has_head
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
-    recomputed = forward - head if job.gradient_checkpointing else 0.0
+    recomputed = tiled + (forward - head if job.gradient_checkpointing else 0.0)
     if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
         recomputed += head
     if batch.goal.reads_log_probs:  # the backward pass of TRL's head computes each tile of the logits again
@@ -200,7 +201,7 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
         count += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
         for linear in stack.linears:
             tokens, size = job.own_batch.tokens_into(linear, stack), linear.weights
-            passes = forward_passes + 1 + job.trains(linear)
+            passes = forward_passes + job.tiles(linear) + 1 + job.trains(linear)
             count += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
             count += layers * forward_passes * (4 + a) * size * makes_copies
             count += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes

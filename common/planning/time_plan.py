@@ -14,7 +14,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture, Block, exchanged_keys
-from common.planning.between_steps import ZERO_REUSED_WEIGHTS
+from common.planning.between_steps import ZERO_REUSED_WEIGHTS, layer_input_bytes
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
 from common.planning.searches import smallest_ratio
 from common.planning.shares import Share, part_of_rank, trained_parameters, trained_weight_bytes, whole_model
@@ -166,7 +166,8 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> C
     reached: Calibration = {}
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
-        is_other = config.get("task", "chat") != task  # older records know one task only
+        # older records know one task only; of an MLP in tiles a part comes again that `_times_counted` does not count
+        is_other = config.get("task", "chat") != task or config.get("tiled_mlp")
         if record["status"] != "completed" or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         if config["device"] == "cpu":
@@ -256,6 +257,9 @@ def step_time(
         sent /= job.accumulation_steps
         communication_s /= job.accumulation_steps
         exposed_s /= job.accumulation_steps
+    # layers' inputs go to the host and come back while others are computed
+    offloaded = 2 * part.stacks[0].layers * layer_input_bytes(part, job) * job.offloads_layer_inputs
+    exposed_s += max(0.0, offloaded / (OFFLOADED_GB_PER_S * 1e9) - slowest)
     exchanged, near = exchanged_bytes(architecture, job), cluster.link_among(job.sp_size)
     exchanged_s = exchanged / (near.gb_per_s * 1e9)
     exchange = (

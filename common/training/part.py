@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
+from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from typing_extensions import override
 
 from common.base.paths import REPOSITORY
@@ -30,6 +32,7 @@ from common.models.merging import next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import EXCHANGED_HEADS, separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, global_numel, local_part
+from common.models.tiled_mlp import tile_mlps
 from common.models.trained_weights import parameter_counts
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
@@ -88,10 +91,15 @@ class Part:
                 raise RuntimeError("Ranks share rows (sp_size), but attention sees this rank's tokens alone.")
         elif run.is_padding_free and run.attention == "sdpa":
             separate_rows(self.model)
+        if run.tiled_mlp:
+            tile_mlps(self.model)
         if run.torch_compile:
             compile_layers(self.model)
         if run.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
+        self.offloading: AbstractContextManager = nullcontext()
+        if run.activation_offloading:
+            self.offloading = get_act_offloading_ctx_manager(self.model)
         self.model.train()
 
     @classmethod
@@ -101,7 +109,7 @@ class Part:
     def loss(self, batch: Batch, label_count: int) -> torch.Tensor:
         """Return the sum of a batch's losses over `label_count`, the labels of the step's batches on all ranks."""
         inputs = on_device(batch, self.rank.device)
-        with padding_known(batch), self.autocast():
+        with padding_known(batch), self.offloading, self.autocast():
             if self.objective.loss_of_model:
                 return self.objective.loss_of_model(self.run, self.model, self.module, inputs) / label_count
             if self.objective.loss is None or self.takes_chunks:
