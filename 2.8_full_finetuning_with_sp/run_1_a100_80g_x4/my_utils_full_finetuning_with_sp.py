@@ -24,7 +24,7 @@ from common.runtime.rank import exchange_timeout
 from common.training.answer_logits import Batch, tell_of_answers
 from common.training.loop import TrainingLoop
 
-STEPS, ROUNDS = 2, 3  # of the upper bound
+STEPS, ROUNDS, MOST_S = 8, 3, 60  # of the upper bound: batches of a round, fewer where rounds would take longer
 
 
 def divide_rows(model: PreTrainedModel | PeftModel, run: RunConfig) -> None:
@@ -122,35 +122,37 @@ def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
     run, rank, model, part = loop.run, loop.rank, loop.model, loop.part
     if run.device != "cpu" or not run.parallelism.replicates or run.data_parallel_ranks > 1 or run.sp_size == 1:
         return None
-    at_once = [[loop.train_rows[row] for row in rows] for rows in islice(loop.batches.global_batches(), STEPS)]
-    own, replica = list(map(loop.batch_of, at_once)), part.module
-    whole = [tell_of_answers(without_mask(lay_end_to_end(rows)), model) for rows in at_once] if rank.is_main else []
+    rows_at_once = [[loop.train_rows[row] for row in rows] for rows in islice(loop.batches.global_batches(), STEPS)]
+    own, replica = list(map(loop.batch_of, rows_at_once)), part.module
+    whole = [tell_of_answers(without_mask(lay_end_to_end(rows)), model) for rows in rows_at_once]
 
     def step(batch: Batch) -> None:
         part.loss(batch, max(1, int((batch["labels"] != IGNORED_LABEL).sum()))).backward()
 
-    def whole_rows_s() -> float:
+    def whole_rows_s(count: int) -> float:
         separate_rows(model)
         part.module = model
-        return slowest_s(loop, whole, step)
+        return slowest_s(loop, whole[:count] if rank.is_main else [], step) / count
 
-    def without_exchange_s() -> float:
+    def without_exchange_s(count: int) -> float:
         divide_rows(model, run)
         with patch.object(dist, "all_to_all_single", lambda received, sent, group: received.copy_(sent)):
-            return slowest_s(loop, own, step)
+            return slowest_s(loop, own[:count], step) / count
 
-    def synchronised_s() -> float:
+    def synchronised_s(count: int) -> float:
         part.module = replica
-        return slowest_s(loop, own, step)
+        return slowest_s(loop, own[:count], step) / count
 
     timed = (whole_rows_s, without_exchange_s, synchronised_s)
     with loop.log.phase("upper bound"), torch.random.fork_rng():
-        rounds = [[each() / len(at_once) for each in timed] for _ in range(ROUNDS + 1)]
-    one_s, alone_s, synchronised = map(median, zip(*rounds[1:], strict=True))  # in the first one memory is new
+        first_s = sum(each(1) for each in timed)  # memory that is new to a process costs its first step much
+        count = max(1, min(len(own), int(MOST_S / ROUNDS / first_s)))
+        rounds = [[each(count) for each in timed] for _ in range(ROUNDS)]
+    one_s, alone_s, shared_s = map(median, zip(*rounds, strict=True))
     return {
         "strong": one_s / alone_s,
-        "reached": alone_s / synchronised,
+        "reached": alone_s / shared_s,
         "one_rank_global_batch_step_s": one_s,
         "all_ranks_share_step_s": alone_s,
-        "synchronised_share_step_s": synchronised,
+        "synchronised_share_step_s": shared_s,
     }
