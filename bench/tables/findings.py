@@ -18,6 +18,7 @@ from bench.tables.table import (
     FULL_FSDP,
     FULL_MP,
     FULL_PP,
+    FULL_SP,
     FULL_ZERO3,
     LORA,
     LORA_DDP,
@@ -94,6 +95,7 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], Column]] = {
         _memory("Held by each", _held_mib, "{:.1f} MiB"),
     ),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
+    "2.8": ((FULL, FULL_SP), IN_TRAINING),
 }
 # What others published of memory and of times
 PUBLISHED_EVIDENCE = ("published-memory", "rates-by-source")

@@ -14,6 +14,7 @@ from bench.tables import (
     publications,
     qlora,
     real,
+    sequence,
     summarization,
     tasks,
 )
@@ -41,7 +42,20 @@ DEMO_LINES = (
     "upper bound at the same effective batch",
 )
 
-MODULES = (chats, full, qlora, tasks, summarization, findings, lengths, publications, own_data, real, outcomes)
+MODULES = (
+    chats,
+    full,
+    sequence,
+    qlora,
+    tasks,
+    summarization,
+    findings,
+    lengths,
+    publications,
+    own_data,
+    real,
+    outcomes,
+)
 TABLES: dict[str, Table] = {name: table for module in MODULES for name, table in module.TABLES.items()}
 
 

@@ -22,6 +22,7 @@ from common.reporting import columns as shared
 from common.reporting.columns import NO_BASELINE, Column
 from common.reporting.rows import (
     NOT_RUN,
+    WITH_SP,
     Kind,
     Row,
     clock_seconds,
@@ -42,6 +43,8 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP = ("qlora", "single"), ("qlora", "ddp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
+FULL_SP, FULL_FSDP_SP = ("full", f"ddp{WITH_SP}"), ("full", f"fsdp{WITH_SP}")
+LORA_SP, QLORA_SP = ("lora", f"ddp{WITH_SP}"), ("qlora", f"ddp{WITH_SP}")
 # By their names in records: what users call them
 LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
 
