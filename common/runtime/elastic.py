@@ -66,7 +66,7 @@ def cannot_add_machines(run: RunConfig) -> bool:
 
 def _is_elastic(run: RunConfig) -> bool:
     """Return whether the run's ranks may be started again, on another number of machines."""
-    return may_start_again() and run.nodes > 1 and run.parallelism.resumes_on_other_ranks
+    return may_start_again() and run.nodes > 1 and run.parallelism.resumes_on_other_ranks and run.sp_size == 1
 
 
 def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
