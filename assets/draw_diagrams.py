@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from common.records.store import kept_records
-from common.reporting.plots import plot_timeline
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FROZEN, TRAINED, DATA, PLAIN = "#dfe6ee", "#ffd08a", "#cfe8cf", "#ffffff"
@@ -207,7 +206,8 @@ def draw_pp() -> plt.Figure:
         for record in kept_records()
         if record["parallel"] == "pp" and record["config"]["weights"] == "random" and record.get("pipeline")
     )
-    return plot_timeline(record["pipeline"]["passes"])
+    utils = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2" / "my_utils_full_finetuning_with_pp.py"
+    return run_path(str(utils))["plot_timeline"](record["pipeline"]["passes"])
 
 
 def layers_of_device(axes: Axes, x: float, held: tuple[str, ...], title: str) -> None:

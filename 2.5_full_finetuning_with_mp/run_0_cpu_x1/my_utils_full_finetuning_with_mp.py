@@ -1,6 +1,7 @@
-"""What only model parallel needs: the custom device map, the layers that train, and a spy at the stages' borders."""
+"""What only model parallel needs: the custom device map, layers that train, a spy at the stages' borders, a picture."""
 
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
@@ -13,6 +14,9 @@ from common.models.placement import Placement
 from common.models.trained_weights import train_linear_layers
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def custom_device_map(log: RunRecorder, placement: Placement) -> dict[str, str | int]:
@@ -97,3 +101,14 @@ def _as_on_gpus(model: PreTrainedModel, stage_map: dict[str, int], run: RunConfi
     difference = check_equal_logits(expected, model, batch, "model with hooks", run.precision)
     remove_hook_from_module(model, recurse=True)
     return order, difference
+
+
+def plot_placement(table: pd.DataFrame) -> "Figure":
+    """Plot each device's peak by device map, from `placement_table`: the fullest device decides the batch size."""
+    import matplotlib.pyplot as plt  # here: a run draws nothing
+
+    peaks = table.set_index("Device map")["Peak per device (GiB)"].str.split(" / ", expand=True).astype(float)
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    peaks.T.plot.bar(ax=axes, rot=0, xlabel="device", ylabel="peak in training\n(GiB, projected)", legend=False)
+    figure.legend(loc="outside upper center", ncols=len(peaks), title="device map")
+    return figure

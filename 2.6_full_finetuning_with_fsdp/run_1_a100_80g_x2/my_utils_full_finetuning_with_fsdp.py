@@ -1,24 +1,61 @@
-"""What only sharding needs: how fast ranks can be, and the library's own trainer."""
+"""What only sharding needs: DeepSpeed's engine, how fast ranks can be, and the library's own trainer."""
 
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from common.base.command_line import silent_if_well
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.measuring.beside import trained_beside
 from common.measuring.ceiling import measure_machine_ceiling
+from common.models.divided import load_rows, mesh_of
 from common.models.loading import weight_dtype, what_to_load
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.recorder import Trial
+from common.runtime.world import Rank
+from common.training.answer_logits import Model
 from common.training.ddp import load_replica
+from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
 from common.training.steps import load_data
+from common.training.zero import hand_over
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 WHOLE_AT_MOST_BYTES = 256 * 2**20  # weights that may be whole on each rank beside training that divides them
+
+
+def load_for_zero(run: RunConfig, rank: Rank) -> Model:
+    """Return the model to train on this rank's device, with stage 3 its part; called on every rank.
+
+    Adapters are put on rows of every weight, as DeepSpeed's parts have no shape; then one weight after the other is
+    made whole and handed to DeepSpeed. (Transformers' loader has every rank hold the whole model on its host.)
+    """
+    # its names for collectives are older than PyTorch's: it says so at every call
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    if zero_stage(run) < 3:
+        return load_replica(run, rank)
+    mesh = mesh_of(rank, run)
+    model = with_trained_weights(load_rows(run, rank, mesh), run)
+    hand_over(model, deepspeed_config(run, model.config.hidden_size), mesh)
+    return model.to(rank.device)  # buffers
+
+
+@silent_if_well()  # each rank would print that DeepSpeed has built an operator
+def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) -> "DeepSpeedEngine":
+    """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
+    import deepspeed  # here: runs without ZeRO need none
+
+    config = deepspeed_config(run, model.config.hidden_size)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
 
 
 def measure_ceiling(loop: TrainingLoop, held: dict[str, Any] | None) -> dict[str, float] | None:

@@ -12,7 +12,7 @@ learning rate with the square root of that, (5) checkpoints have a part of every
 one model, (7) the upper bound is measured beside it.
 """
 
-from my_utils_full_finetuning_with_fsdp import measure_ceiling
+from my_utils_full_finetuning_with_fsdp import load_for_zero, measure_ceiling, zero_engine
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
@@ -27,7 +27,6 @@ from common.training.loop import TrainingLoop
 from common.training.optimizers import make_optimizer
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
 from common.training.usage import Held
-from common.training.zero import load_for_zero, zero_engine
 
 RUN = RunConfig(
     technique="full",

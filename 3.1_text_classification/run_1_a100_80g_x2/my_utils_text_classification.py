@@ -1,13 +1,19 @@
-"""What only this folder needs: the loop of each parallelism, what is measured, and what is saved."""
+"""What only this folder needs: the loop of each parallelism, what is measured, saved and drawn."""
 
+from typing import TYPE_CHECKING
+
+import pandas as pd
 from transformers import PreTrainedModel
 
+from common.base.inert import matplotlib_text
+from common.base.specs import PARALLELISMS
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.data.splits import tokenized
 from common.measuring.ceiling import measure_machine_ceiling
 from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import place_stages
+from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training import export
 from common.training.ddp import data_parallel, exchanging, load_replica
@@ -15,6 +21,9 @@ from common.training.loop import TrainingLoop
 from common.training.pipeline import Pipeline, trained_stage
 from common.training.steps import Metrics, Tokenizer
 from common.training.tensor_parallel import load_columns, mesh_of_all, split_by_plan
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def train_replicas(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
@@ -88,3 +97,39 @@ def save(log: RunRecorder, loop: TrainingLoop, tokenizer: Tokenizer) -> tuple[Pr
     if log.run.method.has_plain_adapters and log.rank.is_main:
         tuned.config.save_pretrained(log.folder / "adapter")  # PEFT does not save the labels' names
     return tuned, differences
+
+
+def plot_accuracy(records: list[Record]) -> "Figure":
+    """Plot validation accuracy over the epochs, a panel for each technique, a line for each parallelism."""
+    import matplotlib.pyplot as plt  # here: a run draws nothing
+
+    techniques = list(dict.fromkeys(record["technique"] for record in records))
+    figure, panels = plt.subplots(
+        1, len(techniques), figsize=(2 + 4 * len(techniques), 3.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    axes_of = dict(zip(techniques, panels[0], strict=True))
+    for record in records:
+        name, parts = record["parallel"], record["config"]["micro_batches"]
+        if PARALLELISMS[name].pipelines:
+            name += f", {parts} micro-batch{'es' * (parts > 1)}"
+        steps, shares = zip(*record["validation_accuracies"], strict=True)
+        epochs = [step * record["config"]["num_train_epochs"] / record["steps"] for step in steps]
+        axes_of[record["technique"]].plot(epochs, shares, marker=".", label=name)
+    for technique, axes in axes_of.items():
+        axes.set(title=technique, xlabel="epochs", ylabel="validation accuracy")
+        axes.legend()
+    return figure
+
+
+def plot_confusion(record: Record) -> "Figure":
+    """Plot how many test rows of each class the tuned model takes for which class."""
+    import matplotlib.pyplot as plt  # here: a run draws nothing
+    from sklearn.metrics import ConfusionMatrixDisplay  # here: it takes a second
+
+    after = record["quality"]["after"]
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    labels = [matplotlib_text(label) for label in after["labels"]]
+    confusion = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=labels)
+    confusion.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
+    axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
+    return figure

@@ -4,7 +4,9 @@ import socket
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
@@ -21,10 +23,14 @@ from common.data.rows import Row, Splits
 from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
 from common.models.loading import load_tokenizer
+from common.reporting.rows import clock_seconds
 from common.runtime.recorder import RunRecorder
 from common.tasks.predictions import predict_rows, report_predictions
 from common.tasks.summarization import rouge_scores
 from common.training.steps import Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RUN = RunConfig(
     task="summarization",
@@ -203,3 +209,23 @@ class GradientExchange:
         """Give every rank the sum of all gradients."""
         if not self.overlaps:
             sum_gradients(self.buckets)
+
+
+def plot_cost(table: pd.DataFrame) -> "Figure":
+    """Plot time and bill of each line of the table `summarization-cost`, in colours by where the figures come from."""
+    import matplotlib.pyplot as plt  # here: a run draws nothing
+
+    kinds = table["Figures"].str.split("[:;]").str[0]
+    networks = table["Network"].where(~kinds.eq("published"), "published")
+    names = table["Machines"].str.split(" (", regex=False).str[0] + ", " + networks
+    values = {"hours": table["Time"].map(clock_seconds) / 3600, "bill (USD)": table["Bill (USD)"].astype(float)}
+    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(10, 1 + 0.32 * len(table)), layout="constrained")
+    for axes, (label, numbers) in zip(panels, values.items(), strict=True):
+        for kind in kinds.unique():
+            bars = axes.barh(numbers.index[kinds == kind], numbers[kinds == kind], label=kind)
+            axes.bar_label(bars, fmt=" %.2f", fontsize=8)
+        axes.set(xlabel=label, xscale="log", xlim=(None, 2.5 * max(numbers)))
+    panels[0].set(yticks=range(len(names)), yticklabels=names)
+    panels[0].invert_yaxis()
+    panels[1].legend()
+    return figure

@@ -24,6 +24,11 @@ def one_line(text: str) -> str:
     return printable(text).replace("\n", " ").replace("\t", " ")
 
 
+def matplotlib_text(text: str) -> str:
+    """Return a text as Matplotlib shows it, which takes what stands between dollars for a formula."""
+    return printable(text).replace("$", r"\$")
+
+
 def csv_cell(value: object) -> object:
     r"""Return a cell of a CSV file that no spreadsheet runs: a text that begins as a formula gets a quote before it."""
     return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value

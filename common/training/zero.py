@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import warnings
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
@@ -21,15 +20,12 @@ from typing_extensions import override
 from common.base.command_line import silent_if_well
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import load_rows, mesh_of
 from common.models.saved_files import save_weights
 from common.models.shards import byte_count, gathered, global_numel, local_part, return_freed_memory
-from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import weights_in_files
 from common.runtime.world import Rank
 from common.training.answer_logits import Batch, Model
-from common.training.ddp import load_replica
-from common.training.deepspeed_config import deepspeed_config, zero_stage
+from common.training.deepspeed_config import zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
 from common.training.usage import Held, check_part, state_tensors
@@ -50,32 +46,6 @@ def check_deepspeed() -> None:
             "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
             "g++, or take FSDP (run_0_cpu_x2)."
         )
-
-
-def load_for_zero(run: RunConfig, rank: Rank) -> Model:
-    """Return the model to train on this rank's device, with stage 3 its part; called on every rank.
-
-    Adapters are put on rows of every weight, as DeepSpeed's parts have no shape; then one weight after the other is
-    made whole and handed to DeepSpeed. (Transformers' loader has every rank hold the whole model on its host.)
-    """
-    # its names for collectives are older than PyTorch's: it says so at every call
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    if zero_stage(run) < 3:
-        return load_replica(run, rank)
-    mesh = mesh_of(rank, run)
-    model = with_trained_weights(load_rows(run, rank, mesh), run)
-    hand_over(model, deepspeed_config(run, model.config.hidden_size), mesh)
-    return model.to(rank.device)  # buffers
-
-
-@silent_if_well()  # each rank would print that DeepSpeed has built an operator
-def zero_engine(model: Model, optimizer: torch.optim.Optimizer, run: RunConfig) -> "DeepSpeedEngine":
-    """Hand model and optimizer to DeepSpeed's engine, which divides what the stage says."""
-    import deepspeed  # here: runs without ZeRO need none
-
-    config = deepspeed_config(run, model.config.hidden_size)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
 
 
 class ZeroPart(Part):

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from common.base.paths import REPOSITORY
-from common.reporting.plots import plot_memory, plot_placement
+from common.reporting.plots import plot_memory
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,9 @@ def test_small_peaks_are_in_mib_and_a_plan_may_be_missing() -> None:
     assert axes.get_xlabel().endswith("(MiB)")
 
 
-def test_each_device_map_has_a_bar_on_each_device() -> None:
+def test_each_device_map_has_a_bar_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1")
+    plot_placement = importlib.import_module("my_utils_full_finetuning_with_mp").plot_placement
     table = pd.DataFrame({"Device map": ["auto", "even"], "Peak per device (GiB)": ["9.5 / 18.0", "14.5 / 14.0"]})
     figure = plot_placement(table)
     assert bars_of(figure.axes[0]) == {"auto": [9.5, 18.0], "even": [14.5, 14.0]}
