@@ -21,7 +21,7 @@ from common.models.loading import checked_config, model_class, model_without_wei
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
-from common.planning.architectures import is_known_architecture, sp_sizes
+from common.planning.architectures import check_shares_heads, is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
 Changes = tuple[dict[str, object], str]  # settings, and why they are others
@@ -53,7 +53,10 @@ def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
-    check_shares_heads(config, run.sp_size)
+    if run.sp_size > 1:
+        of_text = config.get_text_config()
+        heads = of_text.num_attention_heads
+        check_shares_heads(run.sp_size, heads, getattr(of_text, "num_key_value_heads", None) or heads)
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return {}, ""
     if run.attention != "eager" and separates_rows(config):
@@ -67,19 +70,6 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
             f"{name} is {getattr(run, name)}, but of {run.model} {attention} cannot separate rows: leave --{name} out."
         )
     return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
-
-
-def check_shares_heads(config: PretrainedConfig, ranks: int) -> None:
-    """Refuse a model whose heads so many ranks cannot share evenly."""
-    heads = config.get_text_config().num_attention_heads
-    groups = getattr(config.get_text_config(), "num_key_value_heads", None) or heads
-    possible = sp_sizes(heads, groups)[1:]
-    if ranks > 1 and ranks not in possible:
-        instead = f"pass --sp {', '.join(map(str, possible))}" if possible else "pass --parallel fsdp without --sp"
-        raise BadInputError(
-            f"sp_size is {ranks}, but so many ranks cannot share the model's {heads} attention heads and {groups} "
-            f"key-value heads evenly: {instead}."
-        )
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:

@@ -250,6 +250,17 @@ def sp_sizes(heads: int, kv_heads: int) -> list[int]:
     return [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
 
 
+def check_shares_heads(ranks: int, heads: int, kv_heads: int) -> None:
+    """Refuse ranks that cannot share so many attention and key-value heads evenly."""
+    possible = sp_sizes(heads, kv_heads)[1:]
+    if ranks > 1 and ranks not in possible:
+        instead = f"pass --sp {', '.join(map(str, possible))}" if possible else "pass --parallel fsdp without --sp"
+        raise BadInputError(
+            f"sp_size is {ranks}, but so many ranks cannot share the model's {heads} attention heads and {kv_heads} "
+            f"key-value heads evenly: {instead}."
+        )
+
+
 def exchanged_keys(architecture: Architecture, ranks: int) -> int:
     """Return the size of a token's keys, or its values, as so many ranks exchange them: a head for each at least."""
     return max(architecture.kv_heads, ranks) * architecture.head_dim

@@ -314,15 +314,8 @@ class Job(HasSpecs):
 
     def alone(self, batch: BatchShape, **changes: Any) -> "Job":
         """Return the job with such a batch on one device, which holds the whole model, and with other changes."""
-        on_one = {
-            "parallel": "single",
-            "devices": 1,
-            "dp_replicate_size": 1,
-            "sp_size": 1,
-            "micro_batches": 1,
-            "offload": False,
-        }
-        return replace(self, batch=batch, **on_one, **changes)
+        on_one = dict.fromkeys(("devices", "dp_replicate_size", "sp_size", "micro_batches"), 1)
+        return replace(self, batch=batch, parallel="single", offload=False, **on_one, **changes)
 
     def check_targets(self, architecture: Architecture) -> None:
         """Refuse target modules that the model does not have, with the names that it has."""
@@ -336,7 +329,7 @@ class Job(HasSpecs):
 
 
 def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
-    sharing, devices, rows, parts = job.parallelism, job.devices, job.batch.rows, job.micro_batches
+    sharing, devices, sp, rows, parts = job.parallelism, job.devices, job.sp_size, job.batch.rows, job.micro_batches
     named, library = f"--parallel {job.parallel}", sharing.sharded_by or "tensor parallelism"
     even_rows = -(-rows // parts) * parts
     return (
@@ -344,15 +337,10 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
         (not sharing.is_single and devices < 2, f"{named} needs at least two GPUs, not {devices}: pass --gpus 2."),
         (job.unshardable(), job.unshardable()),
         (
-            job.sp_size > 1 and not job.may_share_rows,
-            f"--sp {job.sp_size} is for --parallel ddp and fsdp, rows with one answer to learn, and sdpa or flash "
-            "attention: leave it out.",
+            sp > 1 and not job.may_share_rows,
+            f"--sp {sp} is for ddp and fsdp, rows with one answer, and sdpa or flash attention: leave it out.",
         ),
-        (
-            devices % job.sp_size,
-            f"--sp is {job.sp_size}, but {devices} GPUs cannot form equal groups of so many: pass a divisor, such as "
-            f"--sp {math.gcd(devices, job.sp_size)}.",
-        ),
+        (devices % sp, f"--sp {sp} does not divide {devices} GPUs evenly: pass --sp {math.gcd(devices, sp)}."),
         (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),
         (rows % parts, f"--batch-size {rows} has no {parts} equal micro-batches: pass --batch-size {even_rows}."),
         (

@@ -24,11 +24,8 @@ class LayerActivations:
         if not self.job.tiled_mlp:
             return [*terms, *self._mlp(stack), *self._of_linears(stack)]
         size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
-        return [
-            *terms,
-            *self._of_linears(_only(Block.ATTENTION, stack)),
-            activations("input of the MLP", "T H x", size),
-        ]
+        mlp_input = activations("input of the MLP", "T H x", size)
+        return [*terms, *self._of_linears(_only(Block.ATTENTION, stack)), mlp_input]
 
     def _of_linears(self, stack: Stack) -> list[Term]:
         return [*self._linear_inputs(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
@@ -209,11 +206,8 @@ class LayerActivations:
         tokens = self.batch.tokens_in(stack)
         tile = math.ceil(tokens / math.ceil(tokens / self.architecture.hidden))
         of_tile = replace(self, batch=replace(self.batch, rows=1, length=tile))
-        terms = [
-            *of_tile._mlp(stack),
-            *of_tile._of_linears(_only(Block.MLP, stack)),
-            *of_tile._mlp_backward(stack, True),
-        ]
+        linears = of_tile._of_linears(_only(Block.MLP, stack))
+        terms = [*of_tile._mlp(stack), *linears, *of_tile._mlp_backward(stack, True)]
         size = tokens * self.architecture.hidden * self.hidden_bytes
         return [*times_each(terms, 1, "of a tile: "), activations("gradient of the MLP's input", "T H x", size)]
 

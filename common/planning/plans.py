@@ -10,7 +10,7 @@ from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning import device_maps
-from common.planning.architectures import Architecture, sp_sizes
+from common.planning.architectures import Architecture, check_shares_heads
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, job_of_run, with_tiles
@@ -310,14 +310,9 @@ def make_plan(
 
 
 def _check_fit(architecture: Architecture, job: Job) -> None:
-    """Refuse target modules, lengths and pictures that the model does not take."""
+    """Refuse target modules, ranks that share rows, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
-    heads, kv_heads = architecture.heads, architecture.kv_heads
-    if job.sp_size not in (sizes := sp_sizes(heads, kv_heads)):
-        raise NotPlannedError(
-            f"--sp is {job.sp_size}, but {architecture.name} has {heads} attention and {kv_heads} key-value heads, "
-            f"which so many ranks cannot share evenly: pass --sp {' or '.join(map(str, sizes[1:])) or 1}."
-        )
+    check_shares_heads(job.sp_size, architecture.heads, architecture.kv_heads)
     batch, name, tower = job.batch, architecture.name, architecture.tower
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
         if length > architecture.max_length:

@@ -106,9 +106,7 @@ def longest_rows(plans: Iterable[Plan], checkpointing: bool | None, calibration:
 
 def _sp_sizes(architecture: Architecture, job: Job, cluster: Cluster) -> tuple[int, ...]:
     """Return how many ranks may share the rows of the job, where it does not say: 1, and as many as a machine has."""
-    sizes = [
-        size for size in sp_sizes(architecture.heads, architecture.kv_heads) if cluster.gpus_per_machine % size == 0
-    ]
+    sizes = [n for n in sp_sizes(architecture.heads, architecture.kv_heads) if cluster.gpus_per_machine % n == 0]
     return tuple(dict.fromkeys((1, max(sizes)))) if job.may_share_rows and job.sp_size == 1 else (job.sp_size,)
 
 

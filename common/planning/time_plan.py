@@ -262,9 +262,7 @@ def step_time(
     exposed_s += max(0.0, offloaded / (OFFLOADED_GB_PER_S * 1e9) - slowest)
     exchanged, near = exchanged_bytes(architecture, job), cluster.link_among(job.sp_size)
     exchanged_s = exchanged / (near.gb_per_s * 1e9)
-    exchange = (
-        f"exchange of heads and tokens: {exchanged / 1e9:,.3g} GB by {near.name}, {exchanged_s:.3g} s, not hidden"
-    )
+    exchange = f"exchange of heads: {exchanged / 1e9:,.3g} GB by {near.name}, {exchanged_s:.3g} s, not hidden"
     return StepTime(
         slowest, exposed_s + exchanged_s, bubble_s, optimizer_s, (sent + exchanged) / 1e9, terms=
         (

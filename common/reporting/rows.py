@@ -137,7 +137,7 @@ def metrics_of(record: Record) -> tuple[Metric, ...]:
 
 def kind_of(row: Row) -> Kind:
     """Return technique and parallelism, `ddp+sp` where ranks share rows as well."""
-    return row["technique"], row["parallel"] + WITH_SP * shares_rows(row)
+    return row["technique"], row["parallel"] + WITH_SP * (sp_size_of(row) > 1)
 
 
 def kind_of_run(run: RunConfig) -> Kind:
@@ -145,13 +145,8 @@ def kind_of_run(run: RunConfig) -> Kind:
     return run.technique, run.parallel + WITH_SP * (run.sp_size > 1)
 
 
-def shares_rows(row: Row) -> bool:
-    """Return whether ranks share the tokens of each row (sequence parallel)."""
-    return sp_size_of(row) > 1
-
-
 def sp_size_of(row: Row) -> int:
-    """Return how many ranks share a row's tokens; older records, and rows of plans, do not say."""
+    """Return how many ranks share a row's tokens (sequence parallel); older records, and rows of plans, do not say."""
     return row.get("config", {}).get("sp_size", 1)
 
 
@@ -266,7 +261,7 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 def kind_name(row: Row) -> str:
     """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
     how = PARALLELISMS[row["parallel"]]
-    also = " and SP" * shares_rows(row)
+    also = " and SP" * (sp_size_of(row) > 1)
     return TECHNIQUES[row["technique"]].title + ("" if how.is_single else f" with {how.label}{also}")
 
 

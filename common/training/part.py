@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
-from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from typing_extensions import override
 
 from common.base.paths import REPOSITORY
@@ -99,6 +98,8 @@ class Part:
             self.model.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
         self.offloading: AbstractContextManager = nullcontext()
         if run.activation_offloading:
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager  # here: it takes a while
+
             self.offloading = get_act_offloading_ctx_manager(self.model)
         self.model.train()
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import lay_end_to_end
 from common.data.rows import IGNORED_LABEL
-from common.models.families import check_shares_heads, suited_to_model
+from common.models.families import suited_to_model
 from common.models.separate_rows import KINDS, without_mask
+from common.planning.architectures import check_shares_heads
 from common.training.answer_logits import own_tokens
 from tests.unit.ranks import found_by_ranks
 from tests.unit.sequence_worker import IN_FP32, LENGTHS, RANKS, rows
@@ -82,18 +82,21 @@ def test_parts_of_a_batch_have_all_its_tokens_and_predictions_once(parts: int) -
 def test_heads_that_do_not_divide_are_refused_with_what_would_do(
     heads: int, key_heads: int, ranks: int, said: str
 ) -> None:
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=heads * 8)
     with pytest.raises(BadInputError, match=said):
-        check_shares_heads(config, ranks)
+        check_shares_heads(ranks, heads, key_heads)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "ranks"), [(9, 3, 3), (9, 3, 9), (32, 8, 16), (28, 4, 2), (9, 3, 1)])
 def test_heads_that_divide_are_taken(heads: int, key_heads: int, ranks: int) -> None:
-    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=heads * 8)
-    check_shares_heads(config, ranks)
+    check_shares_heads(ranks, heads, key_heads)
 
 
 SP = {"technique": "full", "target_modules": "all", "parallel": "ddp", "devices": 2, "sp_size": 2}
+
+
+def test_a_run_is_refused_whose_models_heads_do_not_divide() -> None:
+    with pytest.raises(BadInputError, match="sp_size is 7"):
+        suited_to_model(RunConfig(**SP | {"devices": 7, "sp_size": 7}))
 
 
 @pytest.mark.parametrize(
