@@ -199,6 +199,39 @@ def draw_sharding() -> plt.Figure:
     return figure
 
 
+def tokens_by_heads(axes: Axes, x: float, rank: int, shows_heads: bool) -> None:
+    """What one rank of two has of 8 tokens and 4 heads: its tokens with all heads, or its heads with all tokens."""
+    bottom, size = 2.2 - 2.0 * rank, 0.3
+    for token in range(8):
+        for head in range(4):
+            own = (head // 2 if shows_heads else token // 4) == rank
+            colour = ((DATA, TRAINED)[token // 4]) if own else PLAIN  # by the rank whose token it is
+            axes.add_patch(Rectangle((x + token * size, bottom + (3 - head) * size), size, size, facecolor=colour,
+                                     edgecolor="#444" if own else "#bbb", linestyle="-" if own else ":"))  # fmt: skip
+
+
+def draw_sequence() -> plt.Figure:
+    """Who holds which token of which head: before attention, in it and after it."""
+    figure, axes = blank(11.6, 4.3)
+    columns = ((0.9, "before attention", False), (4.8, "in attention", True), (8.7, "after attention", False))
+    for x, title, shows_heads in columns:
+        axes.text(x + 1.2, 3.85, title, ha="center", fontsize=10, fontweight="bold")
+        axes.text(x + 1.2, 3.55, "8 tokens from left to right", ha="center", fontsize=8)
+        for rank in range(2):
+            tokens_by_heads(axes, x, rank, shows_heads)
+    for rank in range(2):
+        axes.text(0.05, 2.8 - 2.0 * rank, f"rank {rank}", fontsize=9, fontweight="bold", va="center")
+        for head in range(4):
+            axes.text(11.2, 3.25 - 2.0 * rank - 0.3 * head, f"head {head}", fontsize=7, va="center")
+    for x in (3.4, 7.3):
+        for rank in range(2):
+            arrow(axes, (x, 2.8 - 2.0 * rank), (x + 1.3, 2.8 - 2.0 * rank))
+            arrow(axes, (x, 2.6 - 1.6 * rank), (x + 1.3, 1.0 + 1.6 * rank))
+    for x, text in ((4.05, "all-to-all:\ntokens for heads"), (7.95, "all-to-all:\nheads for tokens")):
+        axes.text(x, 3.05, text, ha="center", fontsize=8)
+    return figure
+
+
 def draw_pp() -> plt.Figure:
     """The schedules as they ran: from the trace in the kept record of a larger model."""
     record = next(
@@ -295,6 +328,7 @@ def main() -> None:
         ("2.5_full_finetuning_with_mp", "full_finetuning_with_mp", draw_mp()),
         ("2.6_full_finetuning_with_fsdp", "full_finetuning_with_fsdp", draw_sharding()),
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
+        ("2.8_full_finetuning_with_sp", "full_finetuning_with_sp", draw_sequence()),
         ("3.1_text_classification", "text_classification", draw_classification()),
         ("3.2_summarization", "summarization", draw_summarization()),
         ("3.3_visual_question_answering", "visual_question_answering", draw_visual_questions()),

@@ -83,6 +83,7 @@ PICTURES = {
     "pp": {"losses.png", "memory.png", "timeline.png"},
     "qlora": {"losses.png", "memory.png", "levels.png"},
     "fsdp": {"losses.png", "memory.png", "held.png"},
+    "sp": {"losses.png", "memory.png", "held.png"},
     "finetuning": {"losses.png", "memory.png"},
 }
 """By the first such word of its name, what a notebook draws."""
@@ -170,6 +171,7 @@ def test_there_are_notebooks() -> None:
         "full_finetuning_with_fsdp_nblaunch.ipynb",
         "full_finetuning_with_zero_torchrun.ipynb",
         "full_finetuning_with_pp_nblaunch.ipynb",
+        "full_finetuning_with_sp_nblaunch.ipynb",
         "text_classification_nblaunch.ipynb",
         "summarization_torchrun.ipynb",
         "visual_question_answering.ipynb",
