@@ -17,7 +17,7 @@ CALLS = {
     "2.5": ("load_base_model", "custom_device_map"),
     "2.6": ("fully_shard", "initialize"),
     "2.7": ("PipelineStage", "Schedule1F1B"),
-    "2.8": ("tokens_for_heads", "heads_for_tokens", "DistributedDataParallel", "fully_shard"),
+    "2.8": ("all_to_all_single", "register", "DistributedDataParallel", "fully_shard"),
     "3.1": ("parallelize_module",),
     "3.2": ("prepare", "Seq2SeqTrainer", "all_reduce"),
     "3.4": ("logsigmoid",),
