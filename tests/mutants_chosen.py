@@ -593,8 +593,8 @@ PLANS = (
     Fault(
         "memory plan: the MLP's activations are left out",
         "common/planning/layer_activations.py",
-        "*self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]",
-        "*self._linear_inputs(stack), *self._attention(stack)]",
+        "return [*terms, *self._mlp(stack), *self._of_linears(stack)]",
+        "return [*terms, *self._of_linears(stack)]",
         _unit("dry_run", "the_closed_form_says_the_same"),
     ),
     Fault(
@@ -652,8 +652,8 @@ PLANS = (
     Fault(
         "planner: the largest batch is one row too large",
         "common/planning/plans.py",
-        "return step * largest(",
-        "return step + step * largest(",
+        "return step * self._most(",
+        "return step + step * self._most(",
         _unit("planner", "the_largest_batch_fits_and_one_row_more_does_not"),
     ),
     Fault(

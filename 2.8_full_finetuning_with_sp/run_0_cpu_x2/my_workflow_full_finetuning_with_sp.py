@@ -58,9 +58,7 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
             for batch, is_last in step:  # (3)
                 with exchanging(model, is_last):  # (4)
                     loss = loop.loss(batch, step.label_count)  # of this rank's tokens, over the labels of all rows
-                    (
-                        loss * log.rank.world_size
-                    ).backward()  # DDP and FSDP take the mean, each loss is a part of one sum
+                    (loss * log.rank.world_size).backward()  # DDP and FSDP divide the ranks' sum by their number
             loop.update()
     return loop
 
