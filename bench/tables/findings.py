@@ -219,7 +219,8 @@ def _needed_before(run: RunConfig, records: list[Record]) -> Row:
 def _needed_by_plan(run: RunConfig) -> Row:
     from common.checks.tried_rows import batch_of_length  # as above
 
-    plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.learns_answers else run.max_length))
+    has_usual_rows = run.goal.learns_answers and run.sp_size == 1
+    plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if has_usual_rows else run.max_length))
     usd, memory = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase.memory
     return {
         "Figures": "projected",

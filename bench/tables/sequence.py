@@ -2,31 +2,30 @@
 
 from bench.tables.chats import MEMORY, QUALITY, TIMES, WHAT, WHERE
 from bench.tables.full import recipes
-from bench.tables.table import FULL, FULL_FSDP_SP, FULL_SP, LORA_SP, QLORA_SP, Table
+from bench.tables.table import FULL, FULL_DDP, FULL_FSDP_SP, FULL_SP, LORA_SP, QLORA_SP, Table
 from common.hardware.devices import MIB
 from common.records.store import Record
 from common.reporting.columns import Column
-from common.reporting.rows import STRONG, Row, beside_one_device, completed
+from common.reporting.rows import NOT_RUN, STRONG, Row, beside_one_device, completed
 
 KINDS = (FULL_SP, FULL_FSDP_SP, LORA_SP, QLORA_SP)
 
 
-def activations_mib(record: Row) -> float:
-    """Return what the first rank holds in a step beside weights, gradients and optimizer states, counted."""
-    held = record["held"]["per_rank"][0] if "held" in record else record["baseline_held"]
-    return 1024 * record["memory"][0]["peak_gib_by_phase"]["training"] - sum(held.values()) / MIB
-
-
 def _long_rows(records: list[Record]) -> list[Row]:
-    """Return the runs with long rows, the shortest first, with what one device holds and takes for the same."""
+    """Return the runs with long rows, the shortest first, with what a rank holds of whole rows (with DDP alone)."""
     runs = [run for run in completed(records, FULL_SP) if run["config"]["weights"] == "random"]
     found = []
-    for run in sorted(runs, key=lambda run: (run["config"]["max_length"], run["config"].get("tiled_mlp", False))):
-        one = beside_one_device([run], records, STRONG)[-1]["baseline"]
-        if one:
-            whole = activations_mib({**one, "baseline_held": run["held"]["whole"]})
-            found.append({**run, "whole_mib": whole, "own_mib": activations_mib(run)})
+    for run in sorted(runs, key=lambda run: run["config"]["max_length"]):
+        held = sum(run["held"]["per_rank"][0].values()) / MIB  # of replicas: what each has, whatever its rows
+        same = {"run_folder": run["run_folder"], "max_length": run["config"]["max_length"]}
+        whole = [each for each in completed(records, FULL_DDP) if same.items() <= each["config"].items()]
+        mib = {"own_mib": _training_mib(run) - held}
+        found.append({**run, **mib, "whole_mib": _training_mib(whole[0]) - held if whole else None})
     return found
+
+
+def _training_mib(record: Record) -> float:
+    return 1024 * record["memory"][0]["peak_gib_by_phase"]["training"]
 
 
 def _seconds(title: str, name: str) -> Column:
@@ -49,14 +48,13 @@ TABLES = {
     "sp-long-rows": Table(
         _long_rows,
         (
-            Column("Tokens of a row", "config.max_length", "{:,}"),
-            Column("Activations of one device", "whole_mib", "{:,.0f} MiB"),
-            Column("of each rank", "own_mib", "{:,.0f} MiB"),
-            Column("Share", lambda row: row["own_mib"] / row["whole_mib"], "{:.2f}"),
-            _seconds("One device, a step", "one_rank_global_batch"),
+            Column("Tokens", "config.max_length", "{:,}"),
+            Column("Whole row", "whole_mib", lambda mib: f"{mib:,.0f} MiB" if mib else NOT_RUN),
+            Column("Half of it", "own_mib", "{:,.0f} MiB"),
+            _seconds("One rank", "one_rank_global_batch"),
             _seconds("Two ranks", "synchronised_share"),
-            Column("Upper bound", "machine_ceiling.strong", "{:.2f}x"),
-            Column("Reached of it", "machine_ceiling.reached", "{:.2f}"),
+            Column("Bound", "machine_ceiling.strong", "{:.2f}x"),
+            Column("Reached", "machine_ceiling.reached", "{:.2f}"),
         ),
     ),
 }

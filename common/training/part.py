@@ -310,7 +310,7 @@ def _compares_shares(run: RunConfig) -> bool:
     # what ranks hold and send is looked at where they divide a model, or do so beside it (2.6)
     literal = literal_of(REPOSITORY / run.run_folder) if run.run_folder else run
     sharing = run.parallelism
-    return run.sp_size > 1 or sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
+    return literal.sp_size > 1 or sharing.divides_tensors or bool(sharing.replicates and literal.parallelism.shards)
 
 
 def part_class(run: RunConfig) -> type[Part]:
