@@ -152,7 +152,8 @@ def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multipl
         return {"flops_per_token": flops, "flops_formula": f"{formula}; attention's scores are not counted"}
     share, flops, tokens = whole_model(architecture), 0.0, 0
     for shape, count in shapes.items():
-        alone = replace(job, batch=replace(shape, tiles=job.batch.tiles), micro_batches=1)
+        # of whole rows, whoever shares them
+        alone = replace(job, batch=replace(shape, tiles=job.batch.tiles), micro_batches=1, sp_size=1)
         flops += count * step_flops(architecture, alone, share).useful
         tokens += count * (shape.tokens + shape.target_length)
     return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
