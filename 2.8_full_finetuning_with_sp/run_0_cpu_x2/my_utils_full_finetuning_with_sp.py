@@ -90,20 +90,21 @@ class AllToAll(torch.autograd.Function):
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Return what all ranks have sent to this one, in their order; `parts` has shape (ranks, ...)."""
         ctx.group = group
-        return _sent(parts, group)
+        return AllToAll.sent(parts, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradients of what this rank has sent."""
-        return _sent(gradients, ctx.group), None
+        return AllToAll.sent(gradients, ctx.group), None
 
-
-def _sent(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received
+    @staticmethod
+    def sent(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return what all ranks have sent to this one."""
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
 
 # -- how fast it can be on this machine
