@@ -4,6 +4,7 @@ Outside attention a token needs no other. Within it each rank exchanges its part
 part of the heads, with all tokens, and the results back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509).
 """
 
+from contextlib import AbstractContextManager
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -22,6 +24,7 @@ from common.measuring.ceiling import slowest_s
 from common.models.separate_rows import EXCHANGED_HEADS, separate_rows, without_mask
 from common.runtime.rank import exchange_timeout
 from common.training.answer_logits import Batch, tell_of_answers
+from common.training.ddp import exchanging
 from common.training.loop import TrainingLoop
 
 STEPS, ROUNDS, MOST_S = 8, 3, 60  # of the upper bound: batches of a round, fewer where rounds would take longer
@@ -105,6 +108,13 @@ class AllToAll(torch.autograd.Function):
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)
         return received
+
+
+def summing(model: torch.nn.Module, is_last: bool) -> AbstractContextManager[object]:
+    """Return a context for the passes of a batch: DDP, or FSDP, sums gradients in the last one of a step alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    return exchanging(model, is_last)
 
 
 # -- how fast it can be on this machine

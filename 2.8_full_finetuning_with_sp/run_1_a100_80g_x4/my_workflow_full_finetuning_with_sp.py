@@ -11,7 +11,7 @@ tokens for heads, (3) each batch is this rank's part of the tokens of its rows, 
 in the last backward pass of a step, (5) the upper bound is measured beside it.
 """
 
-from my_utils_full_finetuning_with_sp import divide_rows, measure_ceiling
+from my_utils_full_finetuning_with_sp import divide_rows, measure_ceiling, summing
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
@@ -21,7 +21,7 @@ from common.models.divided import mesh_of
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.answer_logits import Model
-from common.training.ddp import data_parallel, exchanging, load_replica
+from common.training.ddp import data_parallel, load_replica
 from common.training.fsdp import load_parts, shard
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load_data, record, save, sum_up
@@ -67,7 +67,7 @@ def train(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> TrainingLoop:
     with log.phase("training"):
         for step in loop.steps():
             for batch, is_last in step:  # (3)
-                with exchanging(model, is_last):  # (4)
+                with summing(model, is_last):  # (4)
                     loss = loop.loss(batch, step.label_count)  # of this rank's tokens, over the labels of all rows
                     (loss * log.rank.world_size).backward()  # DDP and FSDP divide the ranks' sum by their number
             loop.update()

@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from common.base.run_config import RunConfig
@@ -35,7 +34,5 @@ def load_replica(run: RunConfig, rank: Rank) -> Model:
 
 
 def exchanging(replica: torch.nn.Module, is_last: bool) -> AbstractContextManager[object]:
-    """Return a context for the passes of a batch: DDP and FSDP exchange gradients in the last one of a step alone."""
-    if isinstance(replica, FSDPModule):
-        replica.set_requires_gradient_sync(is_last)
+    """Return a context for the passes of a batch: gradients are exchanged in the last one of a step alone."""
     return replica.no_sync() if isinstance(replica, DistributedDataParallel) and not is_last else nullcontext()
