@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -23,7 +22,7 @@ from common.data.rows import IGNORED_LABEL
 from common.measuring.ceiling import slowest_s
 from common.models.separate_rows import EXCHANGED_HEADS, separate_rows, without_mask
 from common.runtime.rank import exchange_timeout
-from common.training.answer_logits import Batch, tell_of_answers
+from common.training.answer_logits import Batch, PeftModel, tell_of_answers
 from common.training.ddp import exchanging
 from common.training.loop import TrainingLoop
 
