@@ -102,7 +102,7 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
     [
         ("2.1_lora_finetuning", "2.1_lora_finetuning/run_1_a6000_48g_x1", 3),
         ("2.1_lora_finetunin/run_0_cpu_x1", "did you mean 2.1_lora_finetuning/run_0_cpu_x1?", 1),
-        ("nowhere", "3.2_summarization/run_0_cpu_x2", 14),
+        ("nowhere", "3.2_summarization/run_0_cpu_x2", 15),
     ],
 )
 def test_a_wrong_folder_names_its_technique_s_own_or_the_closest(name: str, meant: str, folders_named: int) -> None:
