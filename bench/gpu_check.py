@@ -303,7 +303,7 @@ def parts_for(devices: Devices) -> dict[str, Callable[[float], Record]]:
     parts: dict[str, Callable[[float], Record]] = {}
     for own in tried_folders():
         parallelism = PARALLELISMS[parallel_on(own, devices)]
-        shared = "" if parallelism.is_single else f", {parallelism.label}"
+        shared = "" if parallelism.is_single else f", {parallelism.label}" + ", SP" * (own.sp_size > 1)
         parts[f"{own.run_folder.partition('_')[0]} {own.method.short}{shared}"] = partial(try_folder, own, devices)
     return {**parts, TESTS: partial(run_tests, "cuda")} if devices.card else parts
 

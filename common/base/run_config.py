@@ -285,8 +285,6 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"--sp {math.gcd(devices, run.sp_size)}."),
         (run.sp_size > 1 and run.padding_free == "no",
          f"sp_size is {run.sp_size}, but padding_free is no, and ranks share rows that are packed: leave it out."),
-        (run.sp_size > 1 and run.torch_compile,
-         f"torch_compile is True, but sp_size is {run.sp_size}, not tested with it: pass --torch_compile false."),
         (0 < run.partitions < run.data_parallel_ranks,
          f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass one for each, or 0."),
         # micro-batches
@@ -324,10 +322,11 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.gradient_checkpointing and sharing.splits_matrices,
          f"gradient_checkpointing is True, but parallel is {run.parallel}, which is not tested with it: pass "
          "--gradient_checkpointing false."),
-        (run.torch_compile and not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
+        (run.torch_compile and not sharing.calls_whole_layers,
          f"torch_compile is True, but parallel is {run.parallel}, not tested with it: pass --torch_compile false."),
-        (run.torch_compile and run.tiled_mlp,
-         "torch_compile is True, but so is tiled_mlp, not tested with it: pass --torch_compile false."),
+        (run.torch_compile and (run.tiled_mlp or run.sp_size > 1),
+         f"torch_compile is True, but tiled_mlp is {run.tiled_mlp} and sp_size {run.sp_size}, not tested with it: pass "
+         "--torch_compile false."),
         (run.torch_compile and run.loop != "trainer",
          f"torch_compile is True, but loop is {run.loop}: pass --torch_compile false."),
         (run.method.has_adapters and run.target_modules == "all",
@@ -349,8 +348,8 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"pad_to_multiple_of is {multiple}, but rows are packed (padding_free is {run.padding_free}, sp_size "
          f"{run.sp_size}): leave one of them out."),
         ((run.is_padding_free or run.sp_size > 1) and run.attention == "eager",
-         "rows are packed (padding_free, sp_size), but attention is eager, which does not separate them: pass "
-         "--attention sdpa."),
+         f"padding_free is {run.padding_free} and sp_size {run.sp_size}, but attention is eager, which does not "
+         "separate rows: pass --attention sdpa."),
         (uses_flash and run.device == "cpu",
          f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
         (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),

@@ -60,10 +60,8 @@ LOG_PROBS = OnlyFor("pairs of answers, and answers with a reward (3.4, 3.5)", la
 REWARDS = OnlyFor("answers with a reward (3.5)", lambda run: run.goal.rewards)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
-LONG_ROWS = (
-    OnlyFor("single, ddp and fsdp", lambda run: run.parallelism.calls_whole_layers),
-    OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers),
-)
+LEARNT_ANSWERS = OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers)
+WHOLE_LAYERS = OnlyFor("single, ddp and fsdp", lambda run: run.parallelism.calls_whole_layers)
 
 _LIMITS_OF: dict[Field, tuple[Range | OnlyFor, ...]] = {}  # not in the fields' metadata, which becomes argparse's
 
@@ -247,13 +245,15 @@ class TrainingSettings:
     tiled_mlp: bool = setting(
         False,
         "MLPs compute tiles of tokens one after the other, each again in the backward pass: less memory of long rows.",
-        *LONG_ROWS,
+        WHOLE_LAYERS,
+        LEARNT_ANSWERS,
     )
     activation_offloading: bool = setting(
         False,
         "With gradient_checkpointing, on GPUs: the layers' inputs wait in the host's memory.",
         OnlyFor("gradient checkpointing on GPUs", lambda run: run.gradient_checkpointing and run.device == "cuda"),
-        *LONG_ROWS,
+        WHOLE_LAYERS,
+        LEARNT_ANSWERS,
     )
     torch_compile: bool = setting(False, "Compile each layer: larger kernels, for some minutes at the start.")
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", AT_LEAST_0)
@@ -316,7 +316,7 @@ class ParallelismSettings:
         "With ddp and fsdp: ranks that share the tokens of each row (sequence parallel); 1 = each has its own rows.",
         *HELD_1,
         OnlyFor("ddp and fsdp (2.8)", lambda run: run.parallelism.shares_rows),
-        OnlyFor("rows with one answer to learn, without pictures", lambda run: run.goal.learns_answers),
+        LEARNT_ANSWERS,
         aliases=("--sp",),
     )
     offload: Literal["none", "cpu"] = setting(

@@ -92,7 +92,7 @@ class Parallelism:
     @property
     def calls_whole_layers(self) -> bool:
         """Whether a rank has each whole layer while it is called, by PyTorch alone."""
-        return self.is_single or self.replicates or self.uses_fsdp
+        return self.is_single or self.shares_rows
 
     @property
     def uses_fsdp(self) -> bool:

@@ -168,8 +168,8 @@ class TrainingLoop:
         callbacks += [ProgressReport(rank, run.log_format), self.updates]
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
-        tells = rank.is_main or run.data_parallel_ranks > 1
-        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, tells or run.sp_size > 1))
+        tells = rank.is_main or run.data_parallel_ranks > 1 or run.sp_size > 1
+        callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, tells))
         if self.part.usage:
             callbacks.append(self.part.usage)
         return [*callbacks, self.saver.schedule]  # after what counts how much ranks send

@@ -281,7 +281,7 @@ def folder_of(preflight: list[str]) -> str:
 def test_one_gpu_tries_what_one_can_and_says_what_needs_two(out: Path, machine: Callable) -> None:
     asked = machine(facts_of(H100))
     code, parts = outcome(out)
-    needs_two = {"2.2 LoRA, DDP", "2.5 full, MP", "2.6 full, FSDP", "2.7 full, PP", "2.8 full, DDP"}
+    needs_two = {"2.2 LoRA, DDP", "2.5 full, MP", "2.6 full, FSDP", "2.7 full, PP", "2.8 full, DDP, SP"}
     assert {name for name, part in parts.items() if "needs two GPUs" in part["why"]} == needs_two
     tried = {folder_of(command): command for command in preflights(asked)}
     assert (code, {*tried}) == (0, {"2.1", "2.3", "2.4", "3.1", "3.2", "3.3", "3.4", "3.5"})
