@@ -18,7 +18,8 @@ OUT_DIR = ASSETS / "long_rows"
 
 def tours(split: str) -> list[dict[str, object]]:
     """Return the split's tours, each of the first questions that have more than `TOKENS` tokens with their answers."""
-    tokenizer, draw = AutoTokenizer.from_pretrained(ASSETS / "embedded_base"), random.Random(f"{SEED}, {split}")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "embedded_base", trust_remote_code=False)
+    draw = random.Random(f"{SEED}, {split}")
     asked = [row["messages"] for row in read("train")]
     found = []
     for number in range(1, TOURS[split] + 1):

@@ -39,7 +39,7 @@ Record = dict[str, Any]
 
 # what `Task.named_by` chooses from; an empty part is left out
 NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
-    "sharing": lambda run: run.sharing if run.parallelism.shards else "",
+    "sharing": lambda run: run.sharing if run.parallelism.shards or run.sp_size > 1 else "",
     "batch": lambda run: f"batch{run.per_device_train_batch_size}",
     "technique": lambda run: run.technique,
     "parallel": lambda run: run.parallel,

@@ -394,7 +394,7 @@ def test_rows_on_disk_are_sorted_and_dealt_out_as_those_in_memory(
     assert isinstance(on_disk, RowsOnDisk)
     assert list(on_disk) == in_memory == sorted(rows, key=lambda row: -len(row["input_ids"]))
     loop = object.__new__(TrainingLoop)
-    loop.validation_rows, loop.collated = on_disk, lambda share: share
+    loop.validation_rows, loop.validated = on_disk, lambda share: share
     loop.args = SimpleNamespace(per_device_eval_batch_size=3, dataloader_num_workers=0)
     loop.batches = SimpleNamespace(world_size=2, rank=1)
     shares = list(loop.validation_batches())

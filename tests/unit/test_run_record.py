@@ -142,6 +142,7 @@ def test_a_run_of_several_threads_is_not_kept(run: RunConfig) -> None:
     ("settings", "name"),
     [
         ({"parallel": "fsdp", "devices": 2}, "torchrun-fsdp-batch16-seed42"),
+        ({"parallel": "ddp", "technique": "full", "devices": 2, "sp_size": 2}, "torchrun-ddp-sp2-batch16-seed42"),
         ({"task": "classification", "technique": "full", "train_rows": 9}, "torchrun-full-single-9rows-seed42"),
         ({"task": "classification", "parallel": "pp", "devices": 2, "micro_batches": 4},
          "torchrun-lora-pp-micro4-seed42"),

@@ -140,7 +140,10 @@ def test_a_model_that_cannot_is_refused_where_it_was_asked_for(tmp_path: Path) -
     [
         ({"padding_free": "yes", "attention": "eager"}, "attention is eager, which does not separate rows"),
         ({"technique": "full", "task": "classification", "padding_free": "yes"}, "which is for rows of messages"),
-        ({"pad_to_multiple_of": 8, "padding_free": "yes"}, "pad_to_multiple_of is 8, but padding_free is yes"),
+        (
+            {"pad_to_multiple_of": 8, "padding_free": "yes"},
+            r"pad_to_multiple_of is 8, but rows are packed \(padding_free is yes",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], said: str) -> None:
