@@ -57,7 +57,7 @@ def content() -> dict[str, list[Any]]:
             {"runs": "all sources", **verdicts_on(points_on_answers())},
             {"runs": "held out", **verdicts_on(held_out_points())},
         ],
-        "longest_rows": longest_rows(),
+        "longest_rows": published_longest_rows(),
         "longest_rows_not_planned": [
             {"reason": each["reason"], "points": each["points"]}
             for each in _file(MEMORY_PATH)["longest_rows"]["excluded"]
@@ -183,7 +183,7 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
 # -- the longest rows that others trained on
 
 
-def longest_rows() -> list[dict[str, Any]]:
+def published_longest_rows() -> list[dict[str, Any]]:
     """Return the longest rows that others ran, each with the longest that is planned to fit: likely, and safely.
 
     `error`: the likely one over the published one, less one: above zero rows are planned too long.

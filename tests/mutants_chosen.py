@@ -261,11 +261,11 @@ LOSS = (
 
 SEVERAL_RANKS = (
     Fault(
-        "FSDP: gradients are brought together after the wrong micro-batch",
+        "hybrid sharding: copies sum gradients after the wrong micro-batch",
         "2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py",
-        "model.set_requires_gradient_sync(is_last)",
-        "model.set_requires_gradient_sync(not is_last)",
-        _equals_one_device("FSDP2, accumulated, full"),
+        "model.set_requires_all_reduce(is_last)",
+        "model.set_requires_all_reduce(not is_last)",
+        _equals_one_device("FSDP2, hybrid, accumulated, full"),
     ),
     Fault(
         "FSDP: each rank clips by the norm of its own shards",

@@ -18,7 +18,7 @@ from common.planning.job import BatchShape, Job, Precision, architecture_of_run,
 from common.planning.memory_plan import device_memory
 from common.planning.plan_texts import why
 from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan, plan_run
-from common.planning.ranking import longest_rows, ranked_plans, usual_precision
+from common.planning.ranking import ranked_plans, usual_precision, with_longest_rows
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link
@@ -184,7 +184,7 @@ def longest_by_gpus(model: str, gpu: str, technique: str, counts: Iterable[int])
         in_gpus = [plan for plan in plans if not plan.job.offload]
         rows[count] = {
             plan.job.parallel + (", rows shared" if plan.job.sp_size > 1 else ""): plan.job.batch.length
-            for plan in longest_rows(in_gpus, True, {})
+            for plan in with_longest_rows(in_gpus, True, {})
             if plan.fits
         }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("GPUs")

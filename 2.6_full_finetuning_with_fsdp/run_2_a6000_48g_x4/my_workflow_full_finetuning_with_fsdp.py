@@ -7,9 +7,9 @@ From this folder:
         my_workflow_full_finetuning_with_fsdp.py --technique lora
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
-(3) gradients are exchanged in the last backward pass of a step, (4) the effective batch grows with the ranks, and the
-learning rate with the square root of that, (5) checkpoints have a part of every rank, (6) at the end the parts become
-one model, (7) the upper bound is measured beside it.
+(3) gradients are divided after each backward pass, and summed between copies of the model after a step's last one,
+(4) the effective batch grows with the ranks, and the learning rate with the square root of that, (5) checkpoints have
+a part of every rank, (6) at the end the parts become one model, (7) the upper bound is measured beside it.
 """
 
 from my_utils_full_finetuning_with_fsdp import load_for_zero, measure_ceiling, zero_engine
@@ -56,7 +56,7 @@ def train_with_fsdp(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Tra
     with log.phase("training"):
         for step in loop.steps():
             for batch, is_last in step:
-                model.set_requires_gradient_sync(is_last)  # (3)
+                model.set_requires_all_reduce(is_last)  # (3)
                 loss = loop.loss(batch, step.label_count)
                 (loss * log.rank.world_size).backward()  # FSDP takes the mean, each loss is a part of one sum
             loop.update()

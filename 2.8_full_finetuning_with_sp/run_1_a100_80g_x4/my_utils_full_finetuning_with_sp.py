@@ -5,8 +5,8 @@ part of the heads, with all tokens, and the results back (Jacobs et al. 2023, "D
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -15,53 +15,49 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from common.base.run_config import RunConfig
 from common.data.batches import lay_end_to_end
 from common.data.rows import IGNORED_LABEL
-from common.measuring.ceiling import slowest_s
-from common.models.separate_rows import EXCHANGED_HEADS, separate_rows, without_mask
+from common.measuring.ceiling import median_step_s, slowest_s
+from common.models.separate_rows import EXCHANGED_HEADS, attend_within_rows, separate_rows, without_mask
 from common.runtime.rank import exchange_timeout
 from common.training.answer_logits import Batch, PeftModel, tell_of_answers
 from common.training.ddp import exchanging
 from common.training.loop import TrainingLoop
 
-STEPS, ROUNDS, MOST_S = 8, 3, 60  # of the upper bound: batches of a round, fewer where rounds would take longer
+STEPS = 8  # of a round, by which the upper bound is measured; fewer where they take long
 
 
 def divide_rows(model: PreTrainedModel | PeftModel, run: RunConfig) -> None:
-    """Let attention exchange tokens for heads with the ranks that share this one's rows; called on every rank.
-
-    `attend` returns the attention of this rank's tokens to those of all ranks, shape (1, tokens, heads, width). Query,
-    key and value have shape (1, heads, tokens, width). `cu_seq_lens_q`: where the rows of all ranks' tokens begin and
-    end; None: rows are whole on each rank, as where it answers questions.
-    """
-    if run.attention == "sdpa":
-        separate_rows(model)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    name = base.config._attn_implementation
-    attend_to_all = AttentionInterface()[name]
+    """Let attention exchange tokens for heads with the ranks that share this one's rows; called on every rank."""
     group, _ = dist.new_subgroups(run.sp_size, timeout=exchange_timeout(run))  # of ranks that follow each other
+    AttentionInterface.register(EXCHANGED_HEADS, partial(attend, group))
+    AttentionMaskInterface.register(EXCHANGED_HEADS, sdpa_mask)
+    model.set_attn_implementation(EXCHANGED_HEADS)
 
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cu_seq_lens_q: torch.Tensor | None = None,
-        **about: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if cu_seq_lens_q is None:
-            return attend_to_all(module, query, key, value, attention_mask, **about)
-        about |= {"cu_seq_lens_q": cu_seq_lens_q, "position_ids": None}  # those are of this rank's tokens alone
-        query, key, value = tokens_for_heads(group, query, key, value)
-        result, _ = attend_to_all(module, query, key, value, attention_mask, **about)
-        return heads_for_tokens(group, result), None
 
-    AttentionInterface.register(EXCHANGED_HEADS, attend)
-    AttentionMaskInterface.register(EXCHANGED_HEADS, AttentionMaskInterface()[name])
-    base.set_attn_implementation(EXCHANGED_HEADS)
+def attend(
+    group: dist.ProcessGroup,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **about: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of this rank's tokens to those of all ranks, shape (1, tokens, heads, width).
+
+    Query, key and value have shape (1, heads, tokens, width). `cu_seq_lens_q`: where the rows of all ranks' tokens
+    begin and end; None: rows are whole on each rank, as where it answers questions.
+    """
+    if cu_seq_lens_q is None:
+        return attend_within_rows(module, query, key, value, attention_mask, **about)
+    of_heads = tokens_for_heads(group, query, key, value)
+    result, _ = attend_within_rows(module, *of_heads, attention_mask, cu_seq_lens_q=cu_seq_lens_q, **about)
+    return heads_for_tokens(group, result), None
 
 
 def tokens_for_heads(
@@ -91,28 +87,22 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """Return what all ranks have sent to this one, in their order; `parts` has shape (ranks, ...)."""
-        ctx.group = group
-        return AllToAll.sent(parts, group)
+        ctx.group, parts = group, parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradients of what this rank has sent."""
-        return AllToAll.sent(gradients, ctx.group), None
-
-    @staticmethod
-    def sent(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return what all ranks have sent to this one."""
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
+        return AllToAll.forward(ctx, gradients, ctx.group), None
 
 
 def summing(model: torch.nn.Module, is_last: bool) -> AbstractContextManager[object]:
-    """Return a context for the passes of a batch: DDP, or FSDP, sums gradients in the last one of a step alone."""
+    """Return a context for the passes of a batch: copies of the model sum gradients in the last one of a step alone."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_all_reduce(is_last)  # of sharded gradients; whole ones would take a model's memory
     return exchanging(model, is_last)
 
 
@@ -145,7 +135,7 @@ def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
         return slowest_s(loop, whole[:count] if rank.is_main else [], step) / count
 
     def without_exchange_s(count: int) -> float:
-        divide_rows(model, run)
+        model.set_attn_implementation(EXCHANGED_HEADS)
         with patch.object(dist, "all_to_all_single", lambda received, sent, group: received.copy_(sent)):
             return slowest_s(loop, own[:count], step) / count
 
@@ -155,10 +145,7 @@ def measure_ceiling(loop: TrainingLoop) -> dict[str, float] | None:
 
     timed = (whole_rows_s, without_exchange_s, synchronised_s)
     with loop.log.phase("upper bound"), torch.random.fork_rng():
-        first_s = sum(each(1) for each in timed)  # memory that is new to a process costs its first step much
-        count = max(1, min(len(own), int(MOST_S / ROUNDS / first_s)))
-        rounds = [[each(count) for each in timed] for _ in range(ROUNDS)]
-    one_s, alone_s, shared_s = map(median, zip(*rounds, strict=True))
+        one_s, alone_s, shared_s = median_step_s(timed, len(own))
     return {
         "strong": one_s / alone_s,
         "reached": alone_s / shared_s,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.base.run_config import DEFAULTS
-from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.specs import TECHNIQUES
 from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
 from common.reporting.columns import Column, column
-from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, sp_size_of, task_of
+from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, sharing_label, task_of
 
 MIB_PER_GIB = 2**10
 MIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 1, 4, 5
@@ -63,9 +63,7 @@ def _tensors_mib(record: Record) -> float | None:
 VALUES = {
     "run": Column("Run", label_of),
     "technique": Column("Technique", lambda record: TECHNIQUES[record["technique"]].label),
-    "parallel": Column(
-        "Parallelism", lambda record: PARALLELISMS[record["parallel"]].label + ", SP" * (sp_size_of(record) > 1)
-    ),
+    "parallel": Column("Parallelism", sharing_label),
     "devices": column("device_count"),
     "device": column("machine"),
     "task": Column("Task", task_of),

@@ -36,7 +36,7 @@ from common.reporting.rows import (
     data_parallel_ranks,
     kind_name,
     kind_of,
-    sp_size_of,
+    sharing_label,
     step_s,
     with_seeds,
 )
@@ -84,8 +84,8 @@ def _unusual(row: Row) -> str:
 
 def _shared_by(row: Row) -> str:
     """Return `1`, or `2, FSDP`: the number of devices, and how they share the work."""
-    how, copies = PARALLELISMS[row["parallel"]], copies_of(row)
-    shared = "" if how.is_single else f", {how.label}" + ", SP" * (sp_size_of(row) > 1)
+    copies = copies_of(row)
+    shared = "" if PARALLELISMS[row["parallel"]].is_single else f", {sharing_label(row)}"
     return f"{row['config']['devices']}{shared}" + (f" ({copies} copies)" if copies > 1 else "")
 
 

@@ -9,7 +9,7 @@ from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.plans import LONGEST_ROW, TOKENS_STEP
-from common.planning.ranking import longest_rows, ranked_plans
+from common.planning.ranking import ranked_plans, with_longest_rows
 from common.planning.time_plan import Cluster
 from common.records.store import Record
 from common.reporting.columns import Column
@@ -25,7 +25,7 @@ def tokens_by_sharing(model: str, gpu: str, technique: str, gpus: int) -> dict[i
     job = Job(technique, "single", BatchShape(1, TOKENS_STEP, TOKENS_STEP))
     cluster, parallels = Cluster((find_gpu(gpu),) * gpus), ("fsdp",) if gpus > 1 else ("single",)
     plans = ranked_plans(architecture, job, cluster, {}, [technique], parallels, True)
-    longest = longest_rows([plan for plan in plans if not plan.job.offload], True, {})
+    longest = with_longest_rows([plan for plan in plans if not plan.job.offload], True, {})
     return {plan.job.sp_size: plan.job.batch.length * plan.fits for plan in longest}
 
 

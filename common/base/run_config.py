@@ -347,9 +347,10 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (multiple > 1 and (run.is_padding_free or run.sp_size > 1),
          f"pad_to_multiple_of is {multiple}, but rows are packed (padding_free is {run.padding_free}, sp_size "
          f"{run.sp_size}): leave one of them out."),
-        ((run.is_padding_free or run.sp_size > 1) and run.attention == "eager",
-         f"padding_free is {run.padding_free} and sp_size {run.sp_size}, but attention is eager, which does not "
-         "separate rows: pass --attention sdpa."),
+        (run.is_padding_free and run.attention == "eager",
+         f"padding_free is {run.padding_free}, but attention is eager, which does not separate rows: pass sdpa."),
+        (run.sp_size > 1 and run.attention != "sdpa",
+         f"sp_size is {run.sp_size}, but attention is {run.attention}: pass --attention sdpa."),
         (uses_flash and run.device == "cpu",
          f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
         (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),

@@ -244,7 +244,7 @@ class TrainingSettings:
     )
     tiled_mlp: bool = setting(
         False,
-        "MLPs compute tiles of tokens one after the other, each again in the backward pass: less memory of long rows.",
+        "MLPs compute tiles of tokens one by one, each again in the backward pass: less memory with long rows.",
         WHOLE_LAYERS,
         LEARNT_ANSWERS,
     )

@@ -363,6 +363,10 @@ class HasSpecs:
         """Ranks that share one sharded copy of the model."""
         return self.devices // self.dp_replicate_size if self.parallelism.shards else 1
 
+    def shares_answered(self, stages: int) -> int:
+        """Return how many ranks' rows a group of so many answers at once: ranks that share rows have one share."""
+        return max(1, stages // self.sp_size)
+
     @property
     def sharing(self) -> str:
         """The parallelism's name, with the sizes of its groups: `fsdp`, `fsdp-2x4` (hybrid sharding), `ddp-sp2`."""

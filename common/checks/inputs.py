@@ -246,7 +246,7 @@ def check_folder(run: RunConfig) -> None:
     elif is_started and main.loop != run.loop:
         setting, does = "loop", main.loop
     elif run.sp_size > 1 and own.sp_size == 1:
-        setting, does, others = "sp_size", "1", " (2.8_full_finetuning_with_sp divides them)"
+        setting, does, others = "sp_size", "1", " (2.8_full_finetuning_with_sp shares rows)"
     elif not workflow_does(own, run.technique, run.parallel):
         setting = "technique" if run.technique != own.technique else "parallel"
         does, others = f"{own.technique} with {own.parallel}", f" (`{command_here('dry_run')}` and the planner can)"

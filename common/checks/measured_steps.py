@@ -213,7 +213,8 @@ def answer_one_batch(run: RunConfig, rows: Rows, placement: Placement, rank: Ran
 
 def answered_at_once(run: RunConfig, rows: Rows, stages: int) -> int:
     """Return the rows of the run's largest batch of a model that `stages` ranks share: no more than the test has."""
-    return evaluation_of_run(run, batch_of(run, rows)).answered(stages, run.world_size // stages)
+    evaluation = evaluation_of_run(run, batch_of(run, rows))
+    return evaluation.answered(run.shares_answered(stages), run.world_size // stages)
 
 
 def measure_all(run: RunConfig, rows: Rows, placement: Placement) -> list[Measured]:

@@ -24,9 +24,9 @@ from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plan_texts import explanation, recommendation, table, why
-from common.planning.plans import LONGEST_ROW, Plan, make_plan
+from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.ranking import LONGEST_FIRST, SORTED_BY, longest_rows, ranked_plans, usual_precision
+from common.planning.ranking import LONGEST_FIRST, SORTED_BY, ranked_plans, usual_precision, with_longest_rows
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
@@ -46,9 +46,12 @@ def main() -> None:
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
+    is_longest = isinstance(options.max_length, Tokens)
     try:
         architecture = read_architecture(options.model, options.model_revision)
     except NotPlannedError as unknown:
+        if is_longest:
+            raise NotPlannedError(f"--seq-len is max, which needs a plan: {unknown}") from unknown
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
         faked = [name for name in job.batch.goal.techniques if not TECHNIQUES[name].quantizes]
@@ -63,9 +66,12 @@ def answer(options: PlannerOptions) -> int:
         job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
-    is_longest = isinstance(options.max_length, Tokens)
     if is_longest:  # of training alone, and beyond what the model has learnt to read, where its positions allow it
         readable = LONGEST_ROW if architecture.family.is_llama_like else architecture.max_length
+        if readable < TOKENS_STEP:
+            raise NotPlannedError(
+                f"--seq-len is max, in steps of {TOKENS_STEP}, but {architecture.name} reads {readable}: pass a number."
+            )
         job, architecture = replace(job, evaluation=None), replace(architecture, max_length=readable)
     plans = ranked_plans(
         architecture,
@@ -78,15 +84,15 @@ def answer(options: PlannerOptions) -> int:
         options.precision,
         options.micro_batches,
         options.dp_replicate_size,
-        options.sp_size,
+        options.sp_size or (1 if is_longest else None),
     )
     if is_longest:
-        plans = longest_rows(plans, options.gradient_checkpointing, calibration)
+        plans = with_longest_rows(plans, options.gradient_checkpointing, calibration, options.sp_size)
     sorted_by = LONGEST_FIRST if is_longest else SORTED_BY
     assumptions = _assumptions_of(plans, options)
-    shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
-    several = shared and cluster.nodes > 1
-    alone, figures_alone = _one_machine_alone(shared, calibration) if several else ("", {})
+    divided = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best with data parallelism
+    several = divided and cluster.nodes > 1
+    alone, figures_alone = _one_machine_alone(divided, calibration) if several else ("", {})
     command_of = partial(run_command, model=options.model, model_revision=options.model_revision)
     if options.json:
         run = None
@@ -145,6 +151,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "parallel": plan.job.parallel,
                 "dp_replicate_size": plan.job.dp_replicate_size,
                 "sp_size": plan.job.sp_size,
+                "offload": "cpu" if plan.job.offload else "none",
                 "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,

@@ -1,8 +1,9 @@
 """The upper bound that a machine sets on any speed-up by data-parallel ranks, measured beside the speed-up itself."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from itertools import islice
 from statistics import median
 
@@ -57,19 +58,14 @@ def measure_machine_ceiling(
         optimizer.step()
         optimizer.zero_grad()
 
-    def step_times_s(count: int) -> list[float]:
-        taken_s = []
-        for module, batches in timed.values():
-            part.module = module
-            taken_s.append(slowest_s(loop, batches[:count], step) / count)
-        return taken_s
+    def step_s(module: torch.nn.Module, batches: list[Batch], count: int) -> float:
+        part.module = module
+        return slowest_s(loop, batches[:count], step) / count
 
-    first_s = sum(step_times_s(1))  # memory that is new to a process costs its first step much
-    count = max(1, min(len(at_once), int(MOST_S / rounds / first_s)))
-    taken_s = [step_times_s(count) for _ in range(rounds)]
+    of_each = [partial(step_s, *each) for each in timed.values()]
+    times_s = dict(zip(timed, median_step_s(of_each, len(at_once), rounds), strict=True))
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    times_s = dict(zip(timed, map(median, zip(*taken_s, strict=True)), strict=True))
     one_global_s, one_share_s, all_shares_s, *synchronised_s = times_s.values()
     return {
         **({"reached": all_shares_s / synchronised_s[0]} if synchronised_s else {}),
@@ -77,6 +73,17 @@ def measure_machine_ceiling(
         "weak": rank.world_size * one_share_s / all_shares_s,
         **times_s,
     }
+
+
+def median_step_s(timed: Sequence[Callable[[int], float]], steps: int, rounds: int = 3) -> list[float]:
+    """Return the median seconds of a step of each, timed in turn.
+
+    Each is called with a number of steps, `steps`, or fewer where all rounds would take more than about `MOST_S`.
+    """
+    first_s = sum(each(1) for each in timed)  # memory that is new to a process costs its first step much
+    count = max(1, min(steps, int(MOST_S / rounds / first_s)))
+    taken_s = [[each(count) for each in timed] for _ in range(rounds)]
+    return list(map(median, zip(*taken_s, strict=True)))
 
 
 def slowest_s(loop: TrainingLoop, batches: list[Batch], work: Callable[[Batch], object]) -> float:

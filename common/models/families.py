@@ -31,6 +31,10 @@ def suited_to_model(run: RunConfig) -> RunConfig:
     """Return the run with defaults changed that cannot work with its model, said once; what was asked for stays."""
     config = checked_config(run)
     check_heads(run)
+    if run.sp_size > 1:
+        of_text = config.get_text_config()
+        heads = of_text.num_attention_heads
+        check_shares_heads(run.sp_size, heads, getattr(of_text, "num_key_value_heads", None) or heads)
     for suited in (_attention, _padding, _targets, _dropout, _device_map, _rate):
         changes, why = suited(run, config)
         run = replace(run, **changes)
@@ -53,10 +57,6 @@ def _attention(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
-    if run.sp_size > 1:
-        of_text = config.get_text_config()
-        heads = of_text.num_attention_heads
-        check_shares_heads(run.sp_size, heads, getattr(of_text, "num_key_value_heads", None) or heads)
     if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return {}, ""
     if run.attention != "eager" and separates_rows(config):

@@ -18,8 +18,9 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
+from common.data.rows import Row, Splits, Tokens, answer_of, texts_of, tokens_in
 from common.data.splits import tokens_of
+from common.data.templates import prompt_ids
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
 from common.models.stages import StageMap, stage_of
@@ -202,7 +203,8 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
-    evaluation = evaluation_of_rows(run, longest(splits.validation, run.rows_evaluated_at_once))
+    validation = longest(splits.validation, run.rows_evaluated_at_once)
+    evaluation = evaluation_of_rows(run, validation, (splits.test, tokenizer))
     if run.parallelism.splits_layers:
         placement = place_stages(run, batch, gpu, evaluation)
         plan = placement.plan
@@ -238,12 +240,23 @@ def with_rows_at_once(run: RunConfig, plan: Plan | None) -> RunConfig:
     return replace(run, per_device_eval_batch_size=plan.job.evaluation.rows if plan else run.rows_evaluated_at_once)
 
 
-def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
-    """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
+def evaluation_of_rows(
+    run: RunConfig, validation: Sequence[Tokens], tested: tuple[Sequence[Row], PreTrainedTokenizerBase] = ((), None)
+) -> EvaluationShape:
+    """Return what the phases beside training work on, by the longest validation rows.
+
+    Of conversations the longest prompt and reference are of the `tested` rows, in a tokenizer's tokens; without these,
+    as of other tasks, prompts and references are as long as in validation.
+    """
     longest = longest_batch(validation, run.rows_evaluated_at_once, run, is_training=False)
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
     first = islice(validation, evaluation.validated)  # the others may be on disk
-    return replace(evaluation, compared_length=max(map(tokens_in, first)))
+    evaluation = replace(evaluation, compared_length=max(map(tokens_in, first)))
+    rows, tokenizer = tested
+    if not (rows and run.goal.is_judged):
+        return evaluation
+    prompts, references = prompt_ids(rows, tokenizer), tokenizer([answer_of(row) for row in rows])["input_ids"]
+    return replace(evaluation, prompt_length=max(map(len, prompts)), reference_length=max(map(len, references)))
 
 
 def check_fits(plan: Plan) -> None:

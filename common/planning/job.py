@@ -126,15 +126,21 @@ class EvaluationShape:
     test_rows: int = 0  # the same of the test
     other_tokens: int = 0  # of a text that tells what was forgotten, one at a time; 0 = none does
     compared_length: int = 0  # tokens of the longest row whose logits are compared after saving; 0 = `length`
+    reference_length: int = 0  # tokens of the longest reference that judges read; 0 = `labelled`
 
     @property
     def validated(self) -> int:
         """Rows that are validated at once."""
         return min(self.rows, self.validation_rows or self.rows)
 
-    def answered(self, stages: int, groups: int) -> int:
-        """Return the rows that each of so many groups answers at once, whose ranks hold a model in so many stages."""
-        rows = self.rows * stages
+    @property
+    def judged_length(self) -> int:
+        """Tokens of the longest reference."""
+        return self.reference_length or self.labelled
+
+    def answered(self, shares: int, groups: int) -> int:
+        """Return the rows that each of so many groups answers at once, of so many `shares_answered` ranks' rows."""
+        rows = self.rows * shares
         return min(rows, -(-self.test_rows // groups) or rows)
 
 
@@ -207,7 +213,7 @@ class Job(HasSpecs):
     @property
     def may_share_rows(self) -> bool:
         """Whether groups of ranks can share the tokens of each row."""
-        return self.parallelism.shares_rows and self.batch.goal.learns_answers and self.attention != "eager"
+        return self.parallelism.shares_rows and self.batch.goal.learns_answers and self.attention == "sdpa"
 
     @property
     def head_positions(self) -> int:
@@ -338,7 +344,7 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
         (job.unshardable(), job.unshardable()),
         (
             sp > 1 and not job.may_share_rows,
-            f"--sp {sp} is for ddp and fsdp, rows with one answer, and sdpa or flash attention: leave it out.",
+            f"--sp {sp} is for ddp and fsdp, rows with one answer, and sdpa attention: leave it out.",
         ),
         (devices % sp, f"--sp {sp} does not divide {devices} GPUs evenly: pass --sp {math.gcd(devices, sp)}."),
         (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),

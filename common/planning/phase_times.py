@@ -59,11 +59,11 @@ def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | 
     groups = 1 if job.parallelism.in_one_process else job.devices // stages
     questions = shape.test_rows or ASSUMED_QUESTIONS
     of_group = -(-questions // groups)
-    at_once = replace(shape, test_rows=questions).answered(stages, groups)
+    at_once = replace(shape, test_rows=questions).answered(job.shares_answered(stages), groups)
     batches = -(-of_group // at_once)
     batch_s = _pass_s(architecture, job, gpu, at_once, shape.prompt_length)
     if shape.judged:  # the base reads answers and references
-        batch_s += 2 * _pass_s(architecture, job, gpu, at_once, max(shape.new_tokens, shape.labelled))
+        batch_s += 2 * _pass_s(architecture, job, gpu, at_once, max(shape.new_tokens, shape.judged_length))
     batch_s += shape.new_tokens * _token_s(architecture, job, shape, gpu, at_once, stages)
     loading_s = architecture.parameters * FILE_BYTES / (DISK_GB_PER_S * 1e9)  # each machine reads the files once
     return PhaseTimes(loading_s, questions, batches * batch_s)

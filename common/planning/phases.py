@@ -205,7 +205,7 @@ class PhaseSums:
             moments["forward of a layer of the given answers"] = self._layer(rows, shape.length, shape.length, a)
             moments["head of the given answers"] = head
         if shape.has_independent_judge:
-            size = self._rows_at_once(1) * shape.labelled * (4 + 2 * 4) * JUDGE_HIDDEN * 4
+            size = self._rows_at_once(1) * shape.judged_length * (4 + 2 * 4) * JUDGE_HIDDEN * 4
             what = "the judge's hidden states, and what one layer makes of them"
             weights = numbers(Kind.WEIGHTS, "independent judge", JUDGE_WEIGHTS, 4)
             moments["the independent judge"] = [weights, activations(what, "T 12 H 4", size)]
@@ -215,7 +215,7 @@ class PhaseSums:
             moments["other texts"] = [*self._layer(1, shape.other_tokens, shape.other_tokens, a), logits]
         all_moments = [(moment, [*answering, *terms]) for moment, terms in moments.items()]
         if shape.judged:
-            length = max(shape.new_tokens, shape.labelled)
+            length = max(shape.new_tokens, shape.judged_length)
             size = 2 * self._answered * length * self.architecture.hidden * 4
             hidden = activations("hidden states in fp32", "2 T H 4", size)
             all_moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
@@ -255,7 +255,7 @@ class PhaseSums:
     def _rows_at_once(self, stages: int) -> int:
         """Return the rows of a batch of a model that so many ranks share; the independent judge is whole on each."""
         ranks = 1 if self.job.parallelism.in_one_process else self.job.devices
-        return self.shape.answered(stages, ranks // stages)
+        return self.shape.answered(self.job.shares_answered(stages), ranks // stages)
 
     def _gathered_to_save(self) -> list[Term]:
         job, architecture = self.job, self.architecture

@@ -33,8 +33,8 @@ def why(plan: Plan) -> str:
     waits = plan.time.exposed_s / plan.time.total_s
     remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
     device, gpu, phase = plan.highest
-    has_own_rows = job.sp_size == 1 or job.parallelism.shards
-    template = job.parallelism.why if has_own_rows else "the model is replicated"
+    why_still_holds = job.sp_size == 1 or job.parallelism.shards
+    template = job.parallelism.why if why_still_holds else "the model is replicated"
     reasons = [
         template.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
         f"{job.sp_size} devices share the tokens of each row, and in attention its heads" if job.sp_size > 1 else "",

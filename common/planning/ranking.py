@@ -7,7 +7,7 @@ from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE
 from common.planning.architectures import Architecture, sp_sizes
-from common.planning.job import BatchShape, Job, Precision
+from common.planning.job import Job, Precision
 from common.planning.plans import Plan, make_plan
 from common.planning.time_plan import Calibration, Cluster
 
@@ -46,7 +46,7 @@ def ranked_plans(
     """
     plans = []
     for technique in techniques:
-        usual = parallels or _usual_parallelisms(technique, asked.batch, cluster, sp_size or 1)
+        usual = parallels or _usual_parallelisms(technique, asked, cluster, sp_size or 1)
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
             sharing, number_format = PARALLELISMS[parallel], precision or usual_precision(technique, cluster)
@@ -89,14 +89,17 @@ def ranked_plans(
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def longest_rows(plans: Iterable[Plan], checkpointing: bool | None, calibration: Calibration) -> list[Plan]:
+def with_longest_rows(
+    plans: Iterable[Plan], checkpointing: bool | None, calibration: Calibration, sp_size: int | None = None
+) -> list[Plan]:
     """Return each plan with the longest row that fits in training (or a short one, where none does), longest first.
 
-    With gradient checkpointing, unless it is False; where ranks can share rows also with those of a machine that do.
+    With gradient checkpointing, unless it is False. Without `sp_size`, plans whose ranks do not share rows also with
+    all of a machine that can.
     """
     found = []
     for plan in plans:
-        for ranks in {plan.job.sp_size, *_sp_sizes(plan.architecture, plan.job, plan.cluster)}:
+        for ranks in (sp_size,) if sp_size else _sp_sizes(plan.architecture, plan.job, plan.cluster):
             job = replace(plan.job, gradient_checkpointing=checkpointing is not False, sp_size=ranks)
             way = make_plan(plan.architecture, job, plan.cluster, calibration)
             longest = way.job_with_row(way.longest_row or 1)
@@ -120,13 +123,16 @@ def _offloaded(plans: Sequence[Plan], calibration: Calibration) -> list[Plan]:
     return sorted((plan for plan in tried if plan.fits), key=lambda plan: plan.host_gib)
 
 
-def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster, sp_size: int) -> tuple[str, ...]:
-    task = batch.goal
+def _usual_parallelisms(technique: str, asked: Job, cluster: Cluster, sp_size: int) -> tuple[str, ...]:
+    task, in_tiles = asked.batch.goal, asked.tiled_mlp or asked.activation_offloading
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     has_own_list = task.folder_for_one != "" and technique in task.techniques  # else the planner's suggestions hold
     usual = task.parallelisms if has_own_list else suggested
     usual = [name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1)]
-    return tuple(name for name in usual if sp_size == 1 or len(usual) == 1 or PARALLELISMS[name].shares_rows)
+    if len(usual) > 1:
+        usual = [name for name in usual if sp_size == 1 or PARALLELISMS[name].shares_rows]
+        usual = [name for name in usual if not in_tiles or PARALLELISMS[name].calls_whole_layers]
+    return tuple(usual)
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:

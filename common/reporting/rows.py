@@ -258,6 +258,11 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 # -- what a run is called
 
 
+def sharing_label(row: Row) -> str:
+    """Return how the devices share the work: `FSDP`, or `DDP, SP`."""
+    return PARALLELISMS[row["parallel"]].label + ", SP" * (sp_size_of(row) > 1)
+
+
 def kind_name(row: Row) -> str:
     """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
     how = PARALLELISMS[row["parallel"]]

@@ -37,7 +37,7 @@ def predict_rows(
     their rows together. In the first batch memory is counted, `models` with it. `what` names the predictions.
     """
     rank, sharing = log.rank, sharing_of(models[0], log.rank)
-    size = log.run.rows_evaluated_at_once * sharing.stages
+    size = log.run.rows_evaluated_at_once * log.run.shares_answered(sharing.stages)
     share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[sharing.group :: sharing.groups]
     batches = [share[start : start + size] for start in range(0, len(share), size)]
     title = f"{rank.prefix} {what} {_title_of(when)}, batches"

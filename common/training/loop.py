@@ -105,7 +105,7 @@ class TrainingLoop:
         """
         self.log, self.run, self.rank, self.tokenizer = log, log.run, log.rank, tokenizer
         run = log.run
-        set_seed(run.seed)
+        set_seed(run.seed + log.rank.rank % run.sp_size)  # dropout differs along a row
         learnt = tokenized(data, tokenizer, run)
         self._tell_of_rows(learnt, plan)
         self.train_rows, self.validation_rows = TrainingRows(learnt.train), learnt.validation
@@ -139,7 +139,7 @@ class TrainingLoop:
             return
         if log.rank.is_main:
             print(say_summary(log.data, run))
-        evaluation = evaluation_of_rows(run, learnt.validation)
+        evaluation = evaluation_of_rows(run, learnt.validation, (learnt.test, self.tokenizer))
         if plan:
             plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
         log.training_starts(plan or plan_training(log, longest_batch(learnt.train, run.rows_per_rank, run), evaluation))
@@ -151,8 +151,8 @@ class TrainingLoop:
         return (RepeatedBatch if self.log.repeats else drawn)(
             list(map(tokens_in, self.train_rows.rows)),
             run.rows_drawn,
-            rank.world_size // run.sp_size if groups > 1 else 1,
-            rank.rank // run.sp_size if groups > 1 else 0,
+            groups,
+            rank.rank * groups // rank.world_size,
             run.seed,
             1 if run.goal.rewards else run.gradient_accumulation_steps,
             SORTED_STEPS if run.groups_by_length else 1,
@@ -168,7 +168,7 @@ class TrainingLoop:
         callbacks += [ProgressReport(rank, run.log_format), self.updates]
         if run.early_stopping_patience:
             callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
-        tells = rank.is_main or run.data_parallel_ranks > 1 or run.sp_size > 1
+        tells = rank.is_main or (run.data_parallel_ranks > 1 and rank.rank % run.sp_size == 0)
         callbacks.append(FirstStepReport(rank, self.work, self.tokenizer, tells))
         if self.part.usage:
             callbacks.append(self.part.usage)

@@ -64,6 +64,7 @@ ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
 OF_RANK = ("--batch_size", "4")
 TWO_COPIES = ("--batch_size", "2", "--devices", "4", "--dp_replicate_size", "2")
+TWO_COPIES_ACCUMULATED = (*TWO_COPIES, "--batch_size", "1", "--gradient_accumulation_steps", "2")
 TWO_ANSWERS = ("--batch_size", "16")
 """Of rewards: to each of eight prompts."""
 ACCUMULATED = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
@@ -221,6 +222,7 @@ CASES = [
     sharded("FSDP2", "qlora", *OF_RANK),
     sharded("FSDP2, hybrid", "full", *TWO_COPIES, launch="four_ranks"),
     sharded("FSDP2, hybrid", "lora", *TWO_COPIES, launch="four_ranks"),
+    sharded("FSDP2, hybrid, accumulated", "full", *TWO_COPIES_ACCUMULATED, launch="four_ranks"),
     sharded("FSDP2, accumulated", "full", *ACCUMULATED),
     sharded("FSDP2, accumulated", "lora", *ACCUMULATED),
     *(zero(f"ZeRO-{stage}", technique, *OF_RANK) for stage in (1, 2, 3) for technique in ("full", "lora")),

@@ -17,10 +17,18 @@ from common.base.run_folders import literal_of
 from common.checks.inputs import check_inputs
 from common.data.rows import Splits
 from common.data.splits import load_splits
+from common.data.templates import prompt_ids
 from common.hardware.devices import find_gpu
 from common.models import placement
 from common.models.loading import load_base_model, load_tokenizer, model_without_weights
-from common.models.placement import auto_map, check_fits, check_placement_and_memory, place_stages, placement_table
+from common.models.placement import (
+    auto_map,
+    check_fits,
+    check_placement_and_memory,
+    evaluation_of_rows,
+    place_stages,
+    placement_table,
+)
 from common.planning import device_maps
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, evaluation_of_run
@@ -319,6 +327,18 @@ def test_a_run_that_the_planner_cannot_plan_trains_without_a_plan(
     said = capsys.readouterr().out
     assert said.startswith("no plan: ")
     assert why in said
+
+
+def test_answers_are_planned_by_the_rows_of_the_test() -> None:
+    run = RunConfig(technique="full")
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    long = [{"input_ids": [1] * 500, "labels": [1] * 500}]
+    shape = evaluation_of_rows(run, long, (splits.test, tokenizer))
+    prompts = [len(ids) for ids in prompt_ids(splits.test, tokenizer)]
+    assert (shape.length, shape.prompt_length, shape.labelled) == (500, max(prompts), 499)
+    assert 0 < shape.judged_length < max(prompts)
+    untested = evaluation_of_rows(run, long)
+    assert (untested.prompt_length, untested.judged_length) == (500, 499)
 
 
 def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:

@@ -4,28 +4,32 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.published import longest_rows as published_longest_rows
+from bench.published import published_longest_rows
 from bench.tables.lengths import tokens_by_sharing
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, NotPlannedError
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.checks.planner_command import main
+from common.checks.planner_command import answer, main
+from common.checks.planner_options import read_options
 from common.checks.run_command import run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import Architecture, exchanged_keys, read_architecture, sp_sizes
+from common.planning.device_maps import answering_shares
 from common.planning.job import BatchShape, EvaluationShape, Job, job_of_run
 from common.planning.memory_plan import device_sums
 from common.planning.phases import PhaseSums
 from common.planning.plans import TOKENS_STEP, Plan, make_plan
-from common.planning.ranking import longest_rows, ranked_plans
+from common.planning.ranking import ranked_plans, with_longest_rows
 from common.planning.shares import whole_model
 from common.planning.step_speed import step_flops
-from common.planning.terms import Term, size_of
+from common.planning.terms import Kind, Term, size_of
 from common.planning.time_plan import Cluster, exchanged_bytes
+from tests.families import make_tiny
 
 LLAMA, SMOL = read_architecture("llama-3.1-8b"), read_architecture("smollm2-135m")
 A100 = find_gpu("A100 80GB SXM")
@@ -93,6 +97,20 @@ def test_validation_is_divided_and_answers_are_not() -> None:
     }
     assert phases[4]["validation"] < phases[1]["validation"]
     assert phases[4]["baseline evaluation"] == phases[1]["baseline evaluation"]
+
+
+def test_ranks_that_share_rows_answer_one_together_where_they_share_the_model() -> None:
+    """Else four ranks in stages would answer four rows of such a length at once."""
+    shape = EvaluationShape(1, 16_384, 16_384, prompt_length=16_384, new_tokens=8)
+    phases = {}
+    for sp_size in (1, 2, 4):
+        job = replace(OWN, parallel="fsdp", sp_size=sp_size, evaluation=shape)
+        stage = answering_shares(LLAMA, 4)[1]
+        of_stage = {p.name: p for p in PhaseSums(LLAMA, job, whole_model(LLAMA), A100, False, False, stage).phases()}
+        terms = of_stage["baseline evaluation"].memory.terms
+        phases[sp_size] = size_of([term for term in terms if term.part in (Kind.ACTIVATIONS, Kind.BUFFERS)])
+    assert phases[2] == pytest.approx(phases[1] / 2, rel=0.01)
+    assert phases[4] == pytest.approx(phases[1] / 4, rel=0.01)
 
 
 def test_a_quarter_of_the_work_and_the_bytes_of_each_exchange() -> None:
@@ -171,7 +189,7 @@ def test_the_longest_row_fits_and_the_next_does_not() -> None:
 
 
 def test_the_longest_rows_are_those_that_are_shared() -> None:
-    found = longest_rows(ranked(1024, techniques=["lora"], parallels=("fsdp",)), None, {})
+    found = with_longest_rows(ranked(1024, techniques=["lora"], parallels=("fsdp",)), None, {})
     assert [plan.job.sp_size for plan in found] == [4, 1]
     assert all(plan.job.gradient_checkpointing and plan.fits for plan in found)
     by_sharing = tokens_by_sharing("llama-3.1-8b", "A100 80GB SXM", "lora", 4)
@@ -200,6 +218,35 @@ def test_the_command_says_how_long_a_row_may_be(asked: Callable[[str], str]) -> 
     assert answer["ranked"][0]["tokens_per_s"] > 0
     assert f"{lengths[0]:,}" in said
     assert "131,072" in said  # beyond which the model has not learnt to read
+
+
+@pytest.mark.parametrize(("sp_size", "sharing"), [(1, {1}), (2, {2}), (None, {1, 4})])
+def test_the_longest_rows_are_shared_by_as_many_as_are_asked_for_once(
+    asked: Callable[[str], str], sp_size: int | None, sharing: set[int]
+) -> None:
+    question = "--model llama-3.1-8b --gpu a100-80gb-sxm --gpus 4 --seq-len max --technique full --json"
+    ranked = json.loads(asked(question + (f" --sp {sp_size}" if sp_size else "")))["ranked"]
+    ways = [(plan["parallel"], plan["sp_size"], plan["offload"]) for plan in ranked]
+    assert len(set(ways)) == len(ways)
+    assert {size for parallel, size, _ in ways if parallel == "fsdp"} == sharing
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "said"), [("falcon", (), "closed form"), ("roberta-large", ("--classes", "2"), "reads 512")]
+)
+def test_the_longest_rows_of_a_model_that_cannot_be_planned_are_refused(
+    model: str, classes: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    name = make_tiny(model, tmp_path / model) if model == "falcon" else model
+    options = read_options(["--model", str(name), "--gpu", "a6000", "--seq-len", "max", *classes])
+    with pytest.raises(NotPlannedError, match=said):
+        answer(options)
+
+
+def test_ways_that_call_whole_layers_are_ranked_with_tiles() -> None:
+    tiled = replace(OWN, parallel="single", devices=1, batch=BatchShape(1, 1024, 1024), tiled_mlp=True)
+    plans = ranked_plans(LLAMA, tiled, Cluster((A100,) * 4), {})
+    assert {plan.job.parallel for plan in plans} == {"ddp", "fsdp"}
 
 
 def test_no_command_of_a_folder_that_does_not_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,11 +86,6 @@ def test_heads_that_do_not_divide_are_refused_with_what_would_do(
         check_shares_heads(ranks, heads, key_heads)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "ranks"), [(9, 3, 3), (9, 3, 9), (32, 8, 16), (28, 4, 2), (9, 3, 1)])
-def test_heads_that_divide_are_taken(heads: int, key_heads: int, ranks: int) -> None:
-    check_shares_heads(ranks, heads, key_heads)
-
-
 SP = {"technique": "full", "target_modules": "all", "parallel": "ddp", "devices": 2, "sp_size": 2}
 
 
@@ -107,6 +102,7 @@ def test_a_run_is_refused_whose_models_heads_do_not_divide() -> None:
         ({"parallel": "zero3"}, "leave --sp_size out"),
         ({"padding_free": "no"}, "leave it out"),
         ({"attention": "eager"}, "--attention sdpa"),
+        ({"attention": "flash", "device": "cuda", "precision": "bf16"}, "--attention sdpa"),
         ({"pad_to_multiple_of": 64}, "leave one"),
         ({"torch_compile": True}, "--torch_compile false"),
         ({"task": "preferences"}, "leave --sp_size out"),
