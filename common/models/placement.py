@@ -252,6 +252,9 @@ def evaluation_of_rows(
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
     first = islice(validation, evaluation.validated)  # the others may be on disk
     evaluation = replace(evaluation, compared_length=max(map(tokens_in, first)))
+    if run.sp_size > 1:  # then rows are packed in validation, too
+        packed = longest_batch(validation, run.rows_evaluated_at_once, run)
+        evaluation = replace(evaluation, length=packed.length, labelled=packed.labelled)
     rows, tokenizer = tested
     if not (rows and run.goal.is_judged):
         return evaluation

@@ -268,8 +268,9 @@ CASES = [
 ]
 IN_TEST_ALL = {
     "MP, full, every weight, checkpointed",
-    "DDP, accumulated, full", "FSDP2, hybrid, lora", "FSDP2, accumulated, lora", "ZeRO-1, lora", "ZeRO-2, full",
-    "ZeRO-3, lora", "PP, GPipe, lora", "classification, DDP, full", "classification, PP, lora",
+    "DDP, accumulated, full", "FSDP2, hybrid, lora", "FSDP2, hybrid, accumulated, full",
+    "FSDP2, accumulated, lora", "ZeRO-1, lora", "ZeRO-2, full", "ZeRO-3, lora", "PP, GPipe, lora",
+    "classification, DDP, full", "classification, PP, lora",
     "classification, TP, accumulated, full", "visual_questions, DDP, full", "preferences, DDP, lora",
     "preferences, DDP, accumulated, full", "rewards, DDP, lora", "rewards, DDP, accumulated, full",
     "SP, lora", "SP, FSDP2, full", "SP, two groups, FSDP2, lora",

@@ -341,6 +341,13 @@ def test_answers_are_planned_by_the_rows_of_the_test() -> None:
     assert (untested.prompt_length, untested.judged_length) == (500, 499)
 
 
+def test_ranks_that_share_rows_validate_them_packed() -> None:
+    run = RunConfig(technique="full", parallel="ddp", devices=2, sp_size=2, padding_free="yes")
+    rows = [{"input_ids": [1] * length, "labels": [1] * length} for length in (90, 30)]
+    shape = evaluation_of_rows(replace(run, per_device_eval_batch_size=2), rows)
+    assert (shape.length, shape.prompt_length, shape.compared_length) == (60, 90, 90)
+
+
 def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:
     """As training fills them up: 33 rows in 8 micro-batches are 40."""
     run = replace(PP, per_device_train_batch_size=64, micro_batches=8)
