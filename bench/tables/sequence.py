@@ -6,7 +6,7 @@ from bench.tables.table import FULL, FULL_DDP, FULL_FSDP_SP, FULL_SP, LORA_SP, Q
 from common.hardware.devices import MIB
 from common.records.store import Record
 from common.reporting.columns import Column
-from common.reporting.rows import NOT_RUN, STRONG, Row, beside_one_device, completed
+from common.reporting.rows import NOT_RUN, Row, completed
 
 KINDS = (FULL_SP, FULL_FSDP_SP, LORA_SP, QLORA_SP)
 
@@ -17,7 +17,7 @@ def _long_rows(records: list[Record]) -> list[Row]:
     found = []
     for run in sorted(runs, key=lambda run: run["config"]["max_length"]):
         held = sum(run["held"]["per_rank"][0].values()) / MIB  # of replicas: what each has, whatever its rows
-        same = {"run_folder": run["run_folder"], "max_length": run["config"]["max_length"]}
+        same = {name: run["config"][name] for name in ("run_folder", "max_length", "tiled_mlp")}
         whole = [each for each in completed(records, FULL_DDP) if same.items() <= each["config"].items()]
         mib = {"own_mib": _training_mib(run) - held}
         found.append({**run, **mib, "whole_mib": _training_mib(whole[0]) - held if whole else None})
@@ -42,13 +42,22 @@ TABLES = {
         waiting=KINDS,
     ),
     "sp-speed": Table(
-        lambda records: beside_one_device(recipes(records, *KINDS), records, STRONG),
-        (*WHAT, *TIMES, "speedup as Against one device", "ceiling", "loss", *WHERE, *MEMORY),
+        lambda records: recipes(records, *KINDS),
+        (
+            *WHAT,
+            *TIMES,
+            Column("Upper bound", "machine_ceiling.strong", "{:.2f}x"),
+            Column("Reached", "machine_ceiling.reached", "{:.2f}"),
+            "loss",
+            *WHERE,
+            *MEMORY,
+        ),
     ),
     "sp-long-rows": Table(
         _long_rows,
         (
             Column("Tokens", "config.max_length", "{:,}"),
+            Column("MLPs", "config.tiled_mlp", lambda tiled: "in tiles" if tiled else "whole"),
             Column("Whole row", "whole_mib", lambda mib: f"{mib:,.0f} MiB" if mib else NOT_RUN),
             Column("Half of it", "own_mib", "{:,.0f} MiB"),
             _seconds("One rank", "one_rank_global_batch"),

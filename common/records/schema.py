@@ -202,8 +202,7 @@ def _missing_from(record: Mapping[str, Any]) -> Iterator[str]:
     if record["status"] != "completed":
         return
     task, quality = TASKS[record["config"].get("task", "chat")], record.get("quality") or {}
-    is_quantized = TECHNIQUES[record["technique"]].quantizes
-    needed = (*FIGURES, *["best_accuracy"] * task.classifies, *["quantization"] * is_quantized)
+    needed = (*FIGURES, *["best_accuracy"] * task.classifies)
     yield from sorted(name for name in needed if record.get(name) is None)
     settings = (*SETTINGS, "exchange_answers") if task.compares else SETTINGS
     yield from (f"config.{name}" for name in settings if name not in record["config"])
