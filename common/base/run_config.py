@@ -14,7 +14,7 @@ from common.base.errors import BadInputError, begin_of, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import LIMITS, OnlyFor, Range
-from common.base.specs import TASKS, HasSpecs, Task
+from common.base.specs import TASKS, HasSpecs, Task, equal_groups
 
 LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest whole checkpoint
 # of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element
@@ -281,8 +281,8 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
          f"{-(-devices // run.nodes) * run.nodes}."),
         (run.unshardable(), run.unshardable()),
         (devices % run.sp_size,
-         f"sp_size is {run.sp_size}, but {devices} devices form no equal groups of so many: pass a divisor, such as "
-         f"--sp {math.gcd(devices, run.sp_size)}."),
+         f"sp_size is {run.sp_size}, but {devices} devices form no equal groups of so many: pass --sp "
+         f"{equal_groups(devices, run.sp_size)}."),
         (run.sp_size > 1 and run.padding_free == "no",
          f"sp_size is {run.sp_size}, but padding_free is no, and ranks share rows that are packed: leave it out."),
         (0 < run.partitions < run.data_parallel_ranks,
@@ -350,7 +350,8 @@ def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:
         (run.is_padding_free and run.attention == "eager",
          f"padding_free is {run.padding_free}, but attention is eager, which does not separate rows: pass sdpa."),
         (run.sp_size > 1 and run.attention != "sdpa",
-         f"sp_size is {run.sp_size}, but attention is {run.attention}: pass --attention sdpa."),
+         f"sp_size is {run.sp_size}, but attention is {run.attention}, which does not exchange heads: pass "
+         "--attention sdpa, whose kernel on a GPU is a flash kernel, too."),
         (uses_flash and run.device == "cpu",
          f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."),
         (uses_flash and not in_16_bits and not (run.precision == "bf16-mixed" and sharing.uses_fsdp),

@@ -1,5 +1,6 @@
 """The table of techniques, parallelisms and tasks: everything else asks a row what it does, and compares no names."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -332,6 +333,12 @@ TASKS: dict[str, Task] = _by_name(
         rewards=True,
     ),
 )
+
+
+def equal_groups(devices: int, ranks: int) -> int:
+    """Return what both have in common, or else the smallest size of equal groups of the devices; 1 = there is none."""
+    common = math.gcd(devices, ranks)
+    return common if common > 1 else next((size for size in range(2, devices + 1) if devices % size == 0), 1)
 
 
 class HasSpecs:

@@ -14,6 +14,7 @@ from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.models.real_models import SMOLLM2
+from common.planning.architectures import read_architecture
 from common.planning.job import ALL_LINEAR
 from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.plans import Plan
@@ -72,6 +73,12 @@ def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
     if not (task := _task_of(plan)):
         name = plan.architecture.name
         raise BadInputError(f"none has runs for {name}'s own head; with --classes it is a classifier.")
+    readable = read_architecture(model, model_revision).max_length
+    if plan.job.batch.length > readable:
+        raise BadInputError(
+            f"{model} has positions for {readable:,} tokens: give it more (rope_parameters in its config.json), or "
+            f"pass --seq-len {readable}."
+        )
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
     named = {"model": model, "model_revision": model_revision}
     return _command(plan.job, task, device, _settings(plan) | named, plan.cluster.nodes)

@@ -1,12 +1,11 @@
 """What is to be planned: the batch of a step, the job that trains on it, and what a run asks of both."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
-from common.base.specs import TASKS, HasSpecs, Task
+from common.base.specs import TASKS, HasSpecs, Task, equal_groups
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
@@ -346,7 +345,7 @@ def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
             sp > 1 and not job.may_share_rows,
             f"--sp {sp} is for ddp and fsdp, rows with one answer, and sdpa attention: leave it out.",
         ),
-        (devices % sp, f"--sp {sp} does not divide {devices} GPUs evenly: pass --sp {math.gcd(devices, sp)}."),
+        (devices % sp, f"--sp {sp} does not divide {devices} GPUs evenly: pass --sp {equal_groups(devices, sp)}."),
         (not sharing.pipelines and parts != 1, f"--micro-batches {parts} is for --parallel pp: lower --batch-size."),
         (rows % parts, f"--batch-size {rows} has no {parts} equal micro-batches: pass --batch-size {even_rows}."),
         (

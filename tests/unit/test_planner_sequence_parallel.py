@@ -218,6 +218,8 @@ def test_the_command_says_how_long_a_row_may_be(asked: Callable[[str], str]) -> 
     assert answer["ranked"][0]["tokens_per_s"] > 0
     assert f"{lengths[0]:,}" in said
     assert "131,072" in said  # beyond which the model has not learnt to read
+    assert lengths[0] > 131_072
+    assert "has positions for 131,072" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("sp_size", "sharing"), [(1, {1}), (2, {2}), (None, {1, 4})])

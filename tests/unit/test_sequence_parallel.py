@@ -97,7 +97,7 @@ def test_a_run_is_refused_whose_models_heads_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"sp_size": 3, "devices": 4}, "--sp 1"),
+        ({"sp_size": 3, "devices": 4}, "--sp 2"),
         ({"parallel": "single", "devices": 1}, "leave --sp_size out"),
         ({"parallel": "zero3"}, "leave --sp_size out"),
         ({"padding_free": "no"}, "leave it out"),
