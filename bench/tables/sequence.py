@@ -24,6 +24,10 @@ def _long_rows(records: list[Record]) -> list[Row]:
     return found
 
 
+def _in_tiles(run: Record) -> str:
+    return ", MLPs in tiles" if run["config"]["tiled_mlp"] else ""
+
+
 def _training_mib(record: Record) -> float:
     return 1024 * record["memory"][0]["peak_gib_by_phase"]["training"]
 
@@ -56,8 +60,7 @@ TABLES = {
     "sp-long-rows": Table(
         _long_rows,
         (
-            Column("Tokens", "config.max_length", "{:,}"),
-            Column("MLPs", "config.tiled_mlp", lambda tiled: "in tiles" if tiled else "whole"),
+            Column("Tokens", lambda run: f"{run['config']['max_length']:,}{_in_tiles(run)}"),
             Column("Whole row", "whole_mib", lambda mib: f"{mib:,.0f} MiB" if mib else NOT_RUN),
             Column("Half of it", "own_mib", "{:,.0f} MiB"),
             _seconds("One rank", "one_rank_global_batch"),

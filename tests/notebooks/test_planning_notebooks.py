@@ -81,7 +81,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     assert list(zip(cells[::columns], cells[2::columns], cells[3::columns], strict=True)) == [
         (plan.name, f"{plan.devices[plan.tightest].peak_gib:.1f}", str(plan.max_batch_size)) for plan in plans
     ]
-    assert pictures(notebook) == 3
+    assert pictures(notebook) == 4
 
 
 @pytest.mark.slow
