@@ -70,7 +70,7 @@ def _runs(records: list[Record]) -> list[Record]:
 def _memory(records: list[Record]) -> Iterator[Row]:
     """Yield memory beside LoRA's: of the base's weights as stored, and of training on the GPU folders' model."""
     for record in completed(records, QLORA):
-        if record["launcher"] == "python" and record["config"]["seed"] == SEEDS[0]:
+        if record["launcher"] == "python" and record["config"]["seed"] == SEEDS[0] and "quantization" in record:
             stored = record["quantization"]
             yield {
                 "run": f"{_name(record)}, {devices_of(record)}",

@@ -204,7 +204,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
     validation = longest(splits.validation, run.rows_evaluated_at_once)
-    evaluation = evaluation_of_rows(run, validation, (splits.test, tokenizer))
+    evaluation = evaluation_of_rows(run, validation, splits.test, tokenizer)
     if run.parallelism.splits_layers:
         placement = place_stages(run, batch, gpu, evaluation)
         plan = placement.plan
@@ -241,12 +241,15 @@ def with_rows_at_once(run: RunConfig, plan: Plan | None) -> RunConfig:
 
 
 def evaluation_of_rows(
-    run: RunConfig, validation: Sequence[Tokens], tested: tuple[Sequence[Row], PreTrainedTokenizerBase] = ((), None)
+    run: RunConfig,
+    validation: Sequence[Tokens],
+    tested: Sequence[Row] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> EvaluationShape:
     """Return what the phases beside training work on, by the longest validation rows.
 
-    Of conversations the longest prompt and reference are of the `tested` rows, in a tokenizer's tokens; without these,
-    as of other tasks, prompts and references are as long as in validation.
+    The longest prompt and reference of a conversation are those of the `tested` rows, which need the `tokenizer`.
+    Without these rows, and for other tasks, they are as long as in validation.
     """
     longest = longest_batch(validation, run.rows_evaluated_at_once, run, is_training=False)
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
@@ -255,10 +258,9 @@ def evaluation_of_rows(
     if run.sp_size > 1:  # then rows are packed in validation, too
         packed = longest_batch(validation, run.rows_evaluated_at_once, run)
         evaluation = replace(evaluation, length=packed.length, labelled=packed.labelled)
-    rows, tokenizer = tested
-    if not (rows and run.goal.is_judged):
+    if not (tested and run.goal.is_judged):
         return evaluation
-    prompts, references = prompt_ids(rows, tokenizer), tokenizer([answer_of(row) for row in rows])["input_ids"]
+    prompts, references = prompt_ids(tested, tokenizer), tokenizer([answer_of(row) for row in tested])["input_ids"]
     return replace(evaluation, prompt_length=max(map(len, prompts)), reference_length=max(map(len, references)))
 
 

@@ -139,7 +139,7 @@ class TrainingLoop:
             return
         if log.rank.is_main:
             print(say_summary(log.data, run))
-        evaluation = evaluation_of_rows(run, learnt.validation, (learnt.test, self.tokenizer))
+        evaluation = evaluation_of_rows(run, learnt.validation, learnt.test, self.tokenizer)
         if plan:
             plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
         log.training_starts(plan or plan_training(log, longest_batch(learnt.train, run.rows_per_rank, run), evaluation))

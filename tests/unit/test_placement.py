@@ -333,7 +333,7 @@ def test_answers_are_planned_by_the_rows_of_the_test() -> None:
     run = RunConfig(technique="full")
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     long = [{"input_ids": [1] * 500, "labels": [1] * 500}]
-    shape = evaluation_of_rows(run, long, (splits.test, tokenizer))
+    shape = evaluation_of_rows(run, long, splits.test, tokenizer)
     prompts = [len(ids) for ids in prompt_ids(splits.test, tokenizer)]
     assert (shape.length, shape.prompt_length, shape.labelled) == (500, max(prompts), 499)
     assert 0 < shape.judged_length < max(prompts)
