@@ -1,5 +1,6 @@
 """What only model parallel needs: the custom device map, layers that train, a spy at the stages' borders, a picture."""
 
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -8,15 +9,45 @@ import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks, remove_hook_from_module
 from transformers import PreTrainedModel
 
+from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.hardware.devices import Gpu
 from common.models.merging import check_equal_logits, next_token_logits
-from common.models.placement import Placement
+from common.models.placement import Placement, place_stages
 from common.models.trained_weights import train_linear_layers
 from common.planning.device_maps import whole_model_on
+from common.planning.job import BatchShape
+from common.planning.plans import Plan
 from common.runtime.recorder import RunRecorder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
+    """Return a table of device maps: layers, projected peaks, largest batch; of unknown architectures layers alone."""
+    rows = []
+    for device_map in dict.fromkeys(["auto", "even", "balanced", run.device_map]):
+        try:
+            placement = place_stages(replace(run, device_map=device_map), batch, gpu)
+        except BadInputError:  # such as a balanced map of a model whose memory the closed form does not know
+            if device_map == run.device_map:
+                raise
+            continue
+        row = {"Device map": device_map, "Layers per device": " / ".join(map(str, placement.layers))}
+        rows.append(row | (_peaks_of(placement.divided) if placement.divided else {}))
+    return pd.DataFrame(rows)
+
+
+def _peaks_of(plan: Plan) -> dict[str, str]:
+    """Return the cells that say where the ends of the model are, what each device needs, and which batch fits."""
+    holds_end = ([share.has_embeddings for share in plan.shares], [share.has_head for share in plan.shares])
+    return {
+        "Embeddings, head": ", ".join(str(holds.index(True)) for holds in holds_end),
+        "Peak per device (GiB)": " / ".join(f"{memory.peak_gib:.2f}" for memory in plan.devices),
+        "Highest (GiB)": f"{plan.training_peak_gib:.2f}",
+        "Largest batch": str(plan.max_batch_size),
+    }
 
 
 def custom_device_map(log: RunRecorder, placement: Placement) -> dict[str, str | int]:

@@ -9,7 +9,7 @@ The notebook runs the same steps cell by cell. Against 2.4: (1) layers are place
 device is fuller than it must be, (2) the model loads by that map, (3) a spy proves that every stage works.
 """
 
-from my_utils_full_finetuning_with_mp import check_stages, custom_device_map, set_trained_layers
+from my_utils_full_finetuning_with_mp import check_stages, custom_device_map, placement_table, set_trained_layers
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
@@ -18,7 +18,7 @@ from common.checks.run_start import run_started
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.models.loading import load_base_model
-from common.models.placement import Placement, place_stages, placement_table
+from common.models.placement import Placement, place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.loop import TrainingLoop

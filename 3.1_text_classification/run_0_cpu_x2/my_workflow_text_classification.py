@@ -15,19 +15,26 @@ From this folder:
 import sys
 from functools import partial
 
-from my_utils_text_classification import measure, save, train_columns, train_replicas, train_stages
+from my_utils_text_classification import (
+    class_shares,
+    classify,
+    measure,
+    save,
+    train_columns,
+    train_replicas,
+    train_stages,
+)
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
 from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.data.splits import load_splits
-from common.data.texts import class_shares, say_balance, say_long_texts
+from common.data.texts import say_balance, say_long_texts
 from common.launch import run_settings_from_command_line
 from common.models.loading import load_tokenizer
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.classification import classify
 from common.training.loop import TrainingLoop
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, sum_up
 

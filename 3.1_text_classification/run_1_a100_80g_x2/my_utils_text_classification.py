@@ -1,20 +1,26 @@
 """What only this folder needs: the loop of each parallelism, what is measured, saved and drawn."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
+import torch
 from transformers import PreTrainedModel
 
 from common.base.inert import matplotlib_text
 from common.base.specs import PARALLELISMS
 from common.data.batches import longest_batch
-from common.data.rows import Splits
-from common.data.splits import tokenized
+from common.data.rows import Row, Splits
+from common.data.splits import tokenized, tokens_of
+from common.data.texts import MOST_LABELS
 from common.measuring.ceiling import measure_machine_ceiling
 from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
+from common.tasks.classification import Classified
+from common.tasks.predictions import predict_rows, report_predictions
 from common.training import export
 from common.training.ddp import data_parallel, exchanging, load_replica
 from common.training.loop import TrainingLoop
@@ -69,6 +75,28 @@ def train_stages(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Traini
                 loop.add_loss(pipeline.train_step(batch, step.label_count))
             loop.update()
     return loop
+
+
+@torch.no_grad()
+def classify(model: PreTrainedModel, tokenizer: Tokenizer, rows: list[Row], log: RunRecorder, when: str) -> Classified:
+    """Return the labels that a model predicts for all rows, on every rank; rank 0 writes predictions_`when`.csv."""
+    texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, log.run)]
+
+    def labels_of(numbers: list[int]) -> list[int]:
+        batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
+        return model(**batch.to(log.rank.device)).logits.argmax(-1).tolist()
+
+    found = predict_rows(log, list(map(len, texts)), "labels", when, labels_of, model)
+    names = tuple(model.config.id2label[number] for number in range(model.config.num_labels))
+    classified = Classified(names, tuple(found), tuple(row["class"] for row in rows))
+    report_predictions(log, when, classified.lines(rows), classified)
+    return classified
+
+
+def class_shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the share of the rows that have each label, the largest first, of at most `MOST_LABELS`."""
+    counts = Counter(row["label"] for row in rows)
+    return {label: count / len(rows) for label, count in counts.most_common(MOST_LABELS)}
 
 
 def measure(loop: TrainingLoop) -> Metrics:

@@ -145,11 +145,11 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, Row, RunConfig]]:
 
 def _maps(_: list[Record]) -> Iterator[Row]:
     """Yield Accelerate's map, an even split and the balanced one on the GPU folders."""
-    from common.models.placement import placement_table  # here: it imports torch
+    from common.checks.folder_training import workflow_of  # here: it imports torch
 
     for name, _, run in _gpu_folders(FULL_MP):
         batch = BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH)
-        table = placement_table(run, batch).drop(columns=["Highest (GiB)", "Embeddings, head"])
+        table = workflow_of(run).placement_table(run, batch).drop(columns=["Highest (GiB)", "Embeddings, head"])
         yield from ({"Run": name, **row} for row in table.to_dict("records"))
 
 

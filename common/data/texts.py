@@ -144,12 +144,6 @@ def _folded(label: str) -> str:
         return text
 
 
-def class_shares(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the share of the rows that have each label, the largest first, of at most `MOST_LABELS`."""
-    counts = Counter(row["label"] for row in rows)
-    return {label: count / len(rows) for label, count in counts.most_common(MOST_LABELS)}
-
-
 def say_balance(splits: Splits) -> str:
     """Return one line that says how many rows there are, with which labels, and how uneven these are."""
     counts = Counter(row["label"] for row in splits.train).most_common()

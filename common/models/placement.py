@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
-import pandas as pd
 import psutil
 import torch
 from accelerate import infer_auto_device_map
@@ -289,37 +288,6 @@ def check_host(plan: Plan, available_bytes: int) -> None:
             f"--offload cpu would keep {needed_gib:.1f} GiB in the machine's own memory, of which "
             f"{available_bytes / GIB:.1f} GiB are free: pass --offload none and more GPUs, or a smaller --model."
         )
-
-
-def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
-    """Return a table of device maps: layers, projected peaks, largest batch; of unknown architectures layers alone."""
-    if _is_placed_by_modules(run):
-        maps = dict.fromkeys(["auto", "even", run.device_map])
-        placed = (_placement_by_modules(run, device_map, gpu or _gpu_of(run)).layers for device_map in maps)
-        return pd.DataFrame({"Device map": list(maps), "Layers per device": [" / ".join(map(str, n)) for n in placed]})
-    architecture, job, gpus = _divided(run, batch, gpu)
-    by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
-    rows = []
-    for device_map in dict.fromkeys([*by_accelerate, "even", "balanced", run.device_map]):
-        try:
-            stage_map = _stage_map(run, device_map, architecture, job, gpus)
-        except BadInputError:
-            if device_map == run.device_map:
-                raise
-            continue
-        plan = _plan_of(device_map, architecture, job, gpus, stage_map)
-        rows.append({
-            "Device map": device_map,
-            "Layers per device": " / ".join(str(sum(share.layers)) for share in plan.shares),
-            "Embeddings, head": ", ".join(
-                str(next(n for n, share in enumerate(plan.shares) if getattr(share, end)))
-                for end in ("has_embeddings", "has_head")
-            ),
-            "Peak per device (GiB)": " / ".join(f"{memory.peak_gib:.2f}" for memory in plan.devices),
-            "Highest (GiB)": f"{max(memory.peak_gib for memory in plan.devices):.2f}",
-            "Largest batch": str(plan.max_batch_size),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
 
 
 def _plan_of(device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:

@@ -2,157 +2,156 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal, NotRequired
+from functools import partial
+from typing import Any
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema as kinds
 
 from common.base.errors import BadInputError, begin_of
 from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
+# Pydantic's own schemas: to make them of types would take the planner a third of a second
 MOST = 10**18  # more than any count, number of bytes or seconds of a run
 
 
-def _refused(is_wrong: Callable[[Any], bool], why: str) -> AfterValidator:
-    """Return the check that refuses values with these words."""
+def _not(is_wrong: Callable[[Any], bool], why: str, kind: CoreSchema) -> CoreSchema:
+    """Return values of this kind but those that are wrong, which are refused with these words."""
 
     def check(value: Any) -> Any:
         if is_wrong(value):
             raise ValueError(why)
         return value
 
-    return AfterValidator(check)
+    return kinds.no_info_after_validator_function(check, kind)
 
 
-def _keys(types: dict[str, Any]) -> Any:
-    """Return the type of a dictionary with these keys; one with a question mark at its end may be missing."""
-    return TypedDict(
-        "Keys", {key.rstrip("?"): NotRequired[kind] if key.endswith("?") else kind for key, kind in types.items()}
+def _keys(fields: dict[str, CoreSchema]) -> CoreSchema:
+    """Return a dictionary with these keys; one with a question mark at its end may be missing."""
+    return kinds.typed_dict_schema(
+        {key.rstrip("?"): kinds.typed_dict_field(kind, required=not key.endswith("?")) for key, kind in fields.items()}
     )
 
 
-Text = Annotated[str, Field(max_length=100_000)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Some = Annotated[int, Field(ge=1, le=MOST)]
-Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, le=MOST, allow_inf_nan=False)]
-Figure = Annotated[float, Field(ge=-MOST, le=MOST, allow_inf_nan=False)]
+TEXT = kinds.str_schema(max_length=100_000)
+_or_none, _by_name = kinds.nullable_schema, partial(kinds.dict_schema, TEXT)
+COUNT, SOME = (kinds.int_schema(ge=least, le=MOST) for least in (0, 1))
+AMOUNT = kinds.float_schema(ge=0, le=MOST, allow_inf_nan=False)
+POSITIVE = kinds.float_schema(gt=0, le=MOST, allow_inf_nan=False)
+FIGURE = kinds.float_schema(ge=-MOST, le=MOST, allow_inf_nan=False)
 # A loss or a score, which is no number or infinite where a run diverged
-Score = Annotated[float, _refused(lambda score: 1e100 < abs(score) < math.inf, "it is larger than any loss")]
-Point = Annotated[list[Score], Field(min_length=2, max_length=2)]
-Interval = Annotated[list[Figure], Field(min_length=2, max_length=2)]
-NotEmpty = Field(min_length=1)
+SCORE = _not(lambda score: 1e100 < abs(score) < math.inf, "it is larger than any loss", kinds.float_schema())
+POINT = kinds.list_schema(SCORE, min_length=2, max_length=2)
+INTERVAL = kinds.list_schema(FIGURE, min_length=2, max_length=2)
 
 # how good a model is; None where nobody judged, or the data name no facts
-Scores = _keys({
+QUALITY = _keys({
     **dict.fromkeys(
         ("similarity_score?", "similarity_score_tuned?", "similarity_score_minilm?", "shuffled_score?",
          "shuffled_score_minilm?", "facts_said_share?", "commonest_facts_said_share?", "swapped_facts_said_share?",
          "preference_accuracy?", "chosen_reward?", "reward_margin?", "invented_dates_share?", "undated_share?",
          "words?", "general_loss?", "answer_drift?", "distinct_share?", "reward?", "ended_share?"),
-        Score | None,
+        _or_none(SCORE),
     ),
-    "facts_said_share_by_kind?": dict[Text, Score | None],
-    **dict.fromkeys(("accuracy?", "macro_f1?", "rouge1?", "rouge2?", "rougeL?", "rougeLsum?", "exact_share?"), Score),
-    **dict.fromkeys(("accuracy_interval?", "macro_f1_interval?"), Interval),
-    **dict.fromkeys(("questions?", "rows?"), Count),
-    "labels?": list[Text],
-    "confusion?": list[list[Count]],
+    "facts_said_share_by_kind?": _by_name(_or_none(SCORE)),
+    **dict.fromkeys(("accuracy?", "macro_f1?", "rouge1?", "rouge2?", "rougeL?", "rougeLsum?", "exact_share?"), SCORE),
+    **dict.fromkeys(("accuracy_interval?", "macro_f1_interval?"), INTERVAL),
+    **dict.fromkeys(("questions?", "rows?"), COUNT),
+    "labels?": kinds.list_schema(TEXT),
+    "confusion?": kinds.list_schema(kinds.list_schema(COUNT)),
 })  # fmt: skip
 # of a rank between two passes
-Held = _keys({"weights_bytes": Some, "gradients_bytes": Count, "optimizer_bytes": Count})
+HELD = _keys({"weights_bytes": SOME, "gradients_bytes": COUNT, "optimizer_bytes": COUNT})
 # of a device: what was planned, and its peaks
-Memory = _keys(
-    {
-        **dict.fromkeys(("planned_gib", "peak_allocated_gib"), Amount | None),
-        **dict.fromkeys(("peak_rss_gib", "total_gib"), Amount),
-        **dict.fromkeys(("planned_gib_by_phase?", "peak_gib_by_phase?"), dict[Text, Amount]),
-        "rank": Count,
-        "device": Text,
-        "peak_training_gib?": Positive | None,
-    }
-)
+MEMORY = _keys({
+    **dict.fromkeys(("planned_gib", "peak_allocated_gib"), _or_none(AMOUNT)),
+    **dict.fromkeys(("peak_rss_gib", "total_gib"), AMOUNT),
+    **dict.fromkeys(("planned_gib_by_phase?", "peak_gib_by_phase?"), _by_name(AMOUNT)),
+    "rank": COUNT,
+    "device": TEXT,
+    "peak_training_gib?": _or_none(POSITIVE),
+})  # fmt: skip
 SCHEDULES = ("naive", "gpipe", "1f1b")
+BY_SCHEDULE = _keys(dict.fromkeys(SCHEDULES, kinds.list_schema(FIGURE)))
 
 # A record. What may be missing came with later code, is of some runs only, or was not reached; more keys may stand
-Fields = _keys({
-    "status": Literal["completed", "failed", "oom", "interrupted"],
-    "technique": Annotated[Text, _refused(lambda name: name not in TECHNIQUES, "it is no technique known here")],
-    "parallel": Annotated[Text, _refused(lambda name: name not in PARALLELISMS, "it is no parallelism known here")],
-    "run_folder": Annotated[
-        Text,
-        _refused(
-            lambda folder: folder.startswith(("/", "~")) or ".." in folder.split("/") or not folder.isprintable(),
-            "it is no folder below the repository",
-        ),
-    ],
-    "run_name": Annotated[Text, _refused(lambda name: not RUN_NAME_PATTERN.fullmatch(name), "it is no name of a run")],
-    "launcher": Text,
-    "command": Text,
-    "started_at": Text,
-    "config": dict[Text, Text | bool | int | float],
+FIELDS = _keys({
+    "status": kinds.literal_schema(["completed", "failed", "oom", "interrupted"]),
+    "technique": _not(lambda name: name not in TECHNIQUES, "it is no technique known here", TEXT),
+    "parallel": _not(lambda name: name not in PARALLELISMS, "it is no parallelism known here", TEXT),
+    "run_folder": _not(
+        lambda folder: folder.startswith(("/", "~")) or ".." in folder.split("/") or not folder.isprintable(),
+        "it is no folder below the repository",
+        TEXT,
+    ),
+    "run_name": _not(lambda name: not RUN_NAME_PATTERN.fullmatch(name), "it is no name of a run", TEXT),
+    "launcher": TEXT,
+    "command": TEXT,
+    "started_at": TEXT,
+    "config": _by_name(kinds.union_schema([TEXT, kinds.bool_schema(), kinds.int_schema(), kinds.float_schema()])),
     "environment": _keys({
-        "packages": dict[Text, Text | None],
-        "devices": list[Text],
-        "threads_per_rank": Some | None,
-        "commit": Text | None,
+        "packages": _by_name(_or_none(TEXT)),
+        "devices": kinds.list_schema(TEXT),
+        "threads_per_rank": _or_none(SOME),
+        "commit": _or_none(TEXT),
     }),
-    "phases_s": dict[Text, Amount],
-    "model_commit?": Text | None,
-    "error?": Text,
-    "cost?": _keys({"usd": Amount}) | None,
-    "planned?": _keys({"batch": _keys({"rows": Some, "labelled": Count}), "sent_bytes?": Amount}) | None,
-    "data?": _keys({"training_rows": Count, "training_tokens": Count}) | None,
-    "quality?": _keys({"before?": Scores | None, "after": Scores, "after_original_base?": Scores | None}),
-    "world?": Annotated[list[_keys({"device": Text, "samples": Count, "tokens": Count})], NotEmpty],
-    "effective_batch_size?": Some,
-    "peak_learning_rate?": Amount,
-    "steps?": Some,
-    "train_time_s?": Positive,
-    "reporting_s?": Amount,
-    "tokens_per_s?": Positive,
-    "trained_parameters?": Count,
-    "flops_per_token?": Positive,
-    "updated_share?": Figure | None,
-    "training_losses?": list[Point],
-    "validation_losses?": Annotated[list[Point], NotEmpty],
-    "validation_accuracies?": list[Point],
-    "best_validation_loss?": Score,
-    "best_accuracy?": Score,
-    "merged_validation_losses?": dict[Text, Score],
-    "checkpoints?": _keys({"best": Text | None, "went_on_from": Text | None}),
-    "memory?": Annotated[list[Memory], NotEmpty],
-    "machine_ceiling?": _keys({
-        "strong": Positive,
-        "weak?": Positive,
-        "one_rank_global_batch_step_s": Amount,
-        "one_rank_share_step_s?": Amount,
-        "all_ranks_share_step_s": Amount,
-        "reached?": Amount | None,
-    }) | None,
-    "held?": _keys({"per_rank": Annotated[list[Held], NotEmpty], "whole": Held}),
-    "sent?": _keys({"bytes": Amount, "by_collective": dict[Text, Amount]}),
+    "phases_s": _by_name(AMOUNT),
+    "model_commit?": _or_none(TEXT),
+    "error?": TEXT,
+    "cost?": _or_none(_keys({"usd": AMOUNT})),
+    "planned?": _or_none(
+        _keys({"batch": _keys({"rows": SOME, "labelled": COUNT}), "sent_bytes?": AMOUNT})
+    ),
+    "data?": _or_none(_keys({"training_rows": COUNT, "training_tokens": COUNT})),
+    "quality?": _keys({"before?": _or_none(QUALITY), "after": QUALITY, "after_original_base?": _or_none(QUALITY)}),
+    "world?": kinds.list_schema(_keys({"device": TEXT, "samples": COUNT, "tokens": COUNT}), min_length=1),
+    "effective_batch_size?": SOME,
+    "peak_learning_rate?": AMOUNT,
+    "steps?": SOME,
+    "train_time_s?": POSITIVE,
+    "reporting_s?": AMOUNT,
+    "tokens_per_s?": POSITIVE,
+    "trained_parameters?": COUNT,
+    "flops_per_token?": POSITIVE,
+    "updated_share?": _or_none(FIGURE),
+    "training_losses?": kinds.list_schema(POINT),
+    "validation_losses?": kinds.list_schema(POINT, min_length=1),
+    "validation_accuracies?": kinds.list_schema(POINT),
+    "best_validation_loss?": SCORE,
+    "best_accuracy?": SCORE,
+    "merged_validation_losses?": _by_name(SCORE),
+    "checkpoints?": _keys({"best": _or_none(TEXT), "went_on_from": _or_none(TEXT)}),
+    "memory?": kinds.list_schema(MEMORY, min_length=1),
+    "machine_ceiling?": _or_none(_keys({
+        "strong": POSITIVE,
+        "weak?": POSITIVE,
+        "one_rank_global_batch_step_s": AMOUNT,
+        "one_rank_share_step_s?": AMOUNT,
+        "all_ranks_share_step_s": AMOUNT,
+        "reached?": _or_none(AMOUNT),
+    })),
+    "held?": _keys({"per_rank": kinds.list_schema(HELD, min_length=1), "whole": HELD}),
+    "sent?": _keys({"bytes": AMOUNT, "by_collective": _by_name(AMOUNT)}),
     "quantization?": _keys({
-        "bits_per_quantized_weight": Amount,
-        "weights_gib": Positive,
-        "unquantized_gib": Amount,
-        "quantized_share": Figure,
+        "bits_per_quantized_weight": AMOUNT,
+        "weights_gib": POSITIVE,
+        "unquantized_gib": AMOUNT,
+        "quantized_share": FIGURE,
     }),
-    "stages?": list[_keys({"idle_share": Figure})] | None,
-    "pipeline?": _keys({
-        **dict.fromkeys(("stages", "micro_batches"), Some),
-        "step_s": _keys(dict.fromkeys(SCHEDULES, Positive)),
-        **dict.fromkeys(("idle_share", "peak_activations_mib"), _keys(dict.fromkeys(SCHEDULES, list[Figure]))),
+    "stages?": _or_none(kinds.list_schema(_keys({"idle_share": FIGURE}))),
+    "pipeline?": _or_none(_keys({
+        **dict.fromkeys(("stages", "micro_batches"), SOME),
+        "step_s": _keys(dict.fromkeys(SCHEDULES, POSITIVE)),
+        **dict.fromkeys(("idle_share", "peak_activations_mib"), BY_SCHEDULE),
         **dict.fromkeys(
             ("ideal_speedup", "machine_ceiling", "allowed_speedup", "small_micro_batches_factor",
              "unequal_stages_factor", "sending_and_waiting_factor", "naive_factor", "speedup", "share_of_allowed"),
-            Figure,
+            FIGURE,
         ),
-    }) | None,
-    "gallery?": list[dict[Text, str | bool | None]],
+    })),
+    "gallery?": kinds.list_schema(_by_name(_or_none(kinds.union_schema([kinds.str_schema(), kinds.bool_schema()])))),
 })  # fmt: skip
-RECORD = TypeAdapter(Fields)
+RECORD = SchemaValidator(FIELDS)
 
 # -- what a completed run has
 

@@ -12,14 +12,11 @@ import torch
 from scipy.stats import binomtest, bootstrap
 from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding
 
 from common.data.rows import IGNORED_LABEL, Row
-from common.data.splits import tokens_of
 from common.data.texts import MOST_LABELS
-from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective, step_loss
-from common.tasks.predictions import predict_rows, report_predictions
 
 CONFIDENCE = 0.95
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 1000, 0
@@ -106,21 +103,3 @@ def macro_f1_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[f
         n_resamples=BOOTSTRAP_SAMPLES, confidence_level=CONFIDENCE, rng=BOOTSTRAP_SEED,
     ).confidence_interval  # fmt: skip
     return float(interval.low), float(interval.high)
-
-
-@torch.no_grad()
-def classify(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
-) -> Classified:
-    """Return the labels that a model predicts for all rows, on every rank; rank 0 writes predictions_`when`.csv."""
-    texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, log.run)]
-
-    def labels_of(numbers: list[int]) -> list[int]:
-        batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
-        return model(**batch.to(log.rank.device)).logits.argmax(-1).tolist()
-
-    found = predict_rows(log, list(map(len, texts)), "labels", when, labels_of, model)
-    names = tuple(model.config.id2label[number] for number in range(model.config.num_labels))
-    classified = Classified(names, tuple(found), tuple(row["class"] for row in rows))
-    report_predictions(log, when, classified.lines(rows), classified)
-    return classified

@@ -89,7 +89,7 @@ def test_a_click_on_a_heading_sorts_and_another_one_turns_the_order_round(browse
 def test_words_filter_the_runs(browser: webdriver.Chrome) -> None:
     browser.find_element(By.ID, "filter").send_keys("qlora ddp")
     values = map(values_of, kept_records())
-    expected = [run["run"] for run in values if (run["technique"], run["parallel"]) == ("QLoRA", "DDP")]
+    expected = [run["run"] for run in values if run["technique"] == "QLoRA" and "DDP" in run["parallel"]]
     assert cells(browser, 1) == expected
     assert browser.find_element(By.ID, "count").text.startswith(f"{len(expected)} of ")
 

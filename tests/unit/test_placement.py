@@ -27,7 +27,6 @@ from common.models.placement import (
     check_placement_and_memory,
     evaluation_of_rows,
     place_stages,
-    placement_table,
 )
 from common.planning import device_maps
 from common.planning.architectures import read_architecture
@@ -35,6 +34,8 @@ from common.planning.job import BatchShape, evaluation_of_run
 from common.planning.plans import Plan, plan_run
 from common.training.loop import plan_training
 
+MP_UTILS = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1" / "my_utils_full_finetuning_with_mp.py"
+placement_table = runpy.run_path(str(MP_UTILS))["placement_table"]
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
 PP = RunConfig(technique="full", parallel="pp", devices=2, per_device_train_batch_size=16, micro_batches=8)
@@ -187,9 +188,7 @@ def test_stages_of_a_pipeline_follow_each_other(map_file: Callable, change: dict
 
 def spied(run: RunConfig) -> dict[str, object]:
     """What 2.5 sees of its stages."""
-    utils = runpy.run_path(
-        str(REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1" / "my_utils_full_finetuning_with_mp.py")
-    )
+    utils = runpy.run_path(str(MP_UTILS))
     model = load_base_model(run, {"": "cpu"})
     seen = utils["check_stages"](SimpleNamespace(run=run), model, place_stages(run, BATCH))
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())

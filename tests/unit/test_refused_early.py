@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from common.base.errors import BadInputError, shortened
 from common.base.parsing import parse_overrides
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks import measured_steps, planner_command, preflight
 from common.checks.inputs import (
@@ -28,7 +30,7 @@ from common.data import stored_rows
 from common.data.batches import longest_first
 from common.data.rows import Splits
 from common.data.stored_rows import RowsOnDisk, stored
-from common.data.texts import class_shares, say_balance, with_classes
+from common.data.texts import say_balance, with_classes
 from common.models.families import check_targets, suited_to_model
 from common.models.loading import EMBEDDED_BASE, checked_config, load_tokenizer, longest_readable
 from common.models.placement import check_stages_train
@@ -40,6 +42,7 @@ from common.tasks.classification import Classified
 from common.training.loop import TrainingLoop
 from common.training.part import part_class
 
+CLASSIFIER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2" / "my_utils_text_classification.py"
 RUN = RunConfig(independent_judge="none", report_to="none")
 PIPELINE = {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2}
 REPLICAS = {"technique": "lora", "parallel": "ddp", "devices": 2}
@@ -368,7 +371,7 @@ def test_of_many_labels_records_and_sentences_have_a_few(monkeypatch: pytest.Mon
     assert summary["confusion"][summary["labels"].index("label 7")][summary["labels"].index("label 7")] == 6
     assert len(json.dumps(summary)) < 100_000
     rows = [{"text": "x", "label": label, "where": f"train.csv, row {number}"} for number, label in enumerate(labels)]
-    assert len(class_shares(rows)) == 100
+    assert len(runpy.run_path(str(CLASSIFIER))["class_shares"](rows)) == 100
     other = [{"text": "x", "label": "none of these", "where": "test.csv, row 1"}]
     splits = Splits(rows, rows[:1], other)
     assert len(say_balance(splits)) < 2_000
