@@ -1,15 +1,19 @@
 """Whatever happens while a checkpoint is written or lies on the disk: what was complete stays, what is bad is named."""
 
+import errno
 import os
 import pickle
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from torch.distributed import DistNetworkError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from common.base.errors import RunStoppedError
 from common.runtime.faults import VARIABLE
@@ -66,6 +70,23 @@ def test_what_is_committed_is_whole_and_says_what_it_is_of(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.glob("checkpoint*")] == ["checkpoint-4"]
     _commit(tmp_path, 4)  # a run that goes on may come to a step once more
     assert newest_whole(tmp_path) == tmp_path / "checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("met", "raised", "said"),
+    [
+        (DistNetworkError("Connection closed by peer"), DistNetworkError, "closed by peer"),  # rank 0's machine is gone
+        (OSError(errno.ENOSPC, "No space left on device"), RunStoppedError, "No space left on device; .* make room"),
+    ],
+)
+def test_what_a_rank_met_inside_pytorchs_own_error_is_told(
+    tmp_path: Path, met: Exception, raised: type[Exception], said: str
+) -> None:
+    def write(_: Path) -> None:
+        raise CheckpointException("gather", {0: (met, StackSummary())})
+
+    with pytest.raises(raised, match=said):
+        _commit(tmp_path, 3, write)
 
 
 # -- killed while it is written
