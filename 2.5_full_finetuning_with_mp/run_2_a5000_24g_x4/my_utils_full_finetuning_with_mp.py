@@ -1,4 +1,4 @@
-"""What only model parallel needs: the custom device map, layers that train, a spy at the stages' borders, a picture."""
+"""What only model parallel needs: device maps side by side, the custom one, layers that train, a spy, a picture."""
 
 from dataclasses import replace
 from itertools import groupby

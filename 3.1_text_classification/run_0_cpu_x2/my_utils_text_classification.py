@@ -1,4 +1,4 @@
-"""What only this folder needs: the loop of each parallelism, what is measured, saved and drawn."""
+"""What only this folder needs: the loop of each parallelism, finding labels, what is measured, saved and drawn."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -64,14 +64,14 @@ class UnfinishedCheckpoint:
         try:
             yield self.partial
         except BaseException as error:  # DCP's own derives from it, and has what each rank met
-            causes = [error, *(cause for cause, _ in getattr(error, "failures", {}).values())]
-            if lost := next(filter(is_lost_peer, causes), None):
-                raise lost from None
-            if isinstance(error, KeyboardInterrupt | SystemExit | RunStoppedError):
+            if isinstance(error, KeyboardInterrupt | SystemExit | RunStoppedError) or is_lost_peer(error):
                 raise
+            causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+            if lost := next(filter(is_lost_peer, causes), None):
+                raise lost from error
             root = self.folder.parent
             raise RunStoppedError(
-                f"The checkpoint after step {self.step} could not be written ({first_sentence(causes[-1])}; "
+                f"The checkpoint after step {self.step} could not be written ({first_sentence(causes[0])}; "
                 f"{shutil.disk_usage(root).free / GIB:.2f} GiB are free in {root}): make room there, or pass another "
                 f"--results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
             ) from error
