@@ -21,8 +21,13 @@ def patient(seconds: float) -> float:
 def slowness() -> float:
     """Return how many times as long as on the reference machine this one takes, at least 1."""
     if VARIABLE not in os.environ:
-        os.environ[VARIABLE] = f"{max(1.0, _measured_s() / REFERENCE_S):.2f}"
+        os.environ[VARIABLE] = f"{slowness_now():.2f}"
     return float(os.environ[VARIABLE])
+
+
+def slowness_now() -> float:
+    """Return `slowness` at this moment: for a figure that a changing machine is measured beside."""
+    return max(1.0, _measured_s() / REFERENCE_S)
 
 
 def _measured_s() -> float:

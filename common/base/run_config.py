@@ -25,13 +25,13 @@ PREVIOUS, UNFINISHED, BAD = ".previous", ".unfinished", ".bad"
 SET_ASIDE = re.compile(rf".*({'|'.join(map(re.escape, (PREVIOUS, UNFINISHED, BAD)))})(-\d+)?", re.IGNORECASE)
 LARGEST = 2**31 - 1  # what the libraries below count with
 OF_FILES = ("model", "data", "forgetting_data", "device_map", "resume_from_checkpoint", "run_folder", "results_root")
+_SCOPES = [(name, each) for name, limits in LIMITS.items() for each in limits if isinstance(each, OnlyFor)]
 LONGEST_NAME = 255  # bytes of a file's name, on every usual file system
 
 
 def not_meant_for(run: "RunConfig") -> dict[str, str]:
     """Return the settings that mean nothing for a run, each with the runs that it is for."""
-    scopes = ((name, each) for name, limits in LIMITS.items() for each in limits if isinstance(each, OnlyFor))
-    return {name: scope.runs for name, scope in scopes if not scope.applies(run)}
+    return {name: scope.runs for name, scope in _SCOPES if not scope.applies(run)}
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -74,17 +74,17 @@ class RunConfig(
 
     def check_each(self) -> None:
         """Check each setting by itself: its kind, its choices, its range, and that numbers can be counted with."""
-        for each in fields(self):
-            value, kind = getattr(self, each.name), _types_of(type(self))[each.name]
-            choices = get_args(kind) if get_origin(kind) is Literal else each.metadata.get("choices")
+        for name, default, kind, choices, ranges in _checks():
+            value = getattr(self, name)
+            if value == default and type(value) is type(default):
+                continue  # most are, and thousands of records are read at once
             if choices is not None:
-                check_choice(each.name, value, choices)
-            elif wrong := _wrong_with(value, kind, each.default, each.name in OF_FILES):
-                raise BadInputError(f"{each.name} {wrong}")
-            for limit in LIMITS[each.name]:
-                if isinstance(limit, Range) and not limit.holds(value):
-                    refusal = limit.refusal.format(name=each.name, default=each.default)
-                    raise BadInputError(f"{each.name} is {value}{refusal}")
+                check_choice(name, value, choices)
+            elif wrong := _wrong_with(value, kind, default, name in OF_FILES):
+                raise BadInputError(f"{name} {wrong}")
+            for limit in ranges:
+                if not limit.holds(value):
+                    raise BadInputError(f"{name} is {value}{limit.refusal.format(name=name, default=default)}")
 
     def _check_secrets(self) -> None:
         """Refuse a token or a password, which records and notebooks would keep."""
@@ -233,21 +233,29 @@ def _wrong_with(value: object, kind: type, default: object, is_of_a_file: bool) 
     return ""
 
 
-class _Unchecked(RunConfig):
-    """Settings that are still to become a run's, and may contradict each other."""
-
-    def __post_init__(self) -> None:
-        """Check nothing."""
-
-
 def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
     """Return those of settings with known names that mean nothing for their run, each with the runs that it is for."""
-    run = _Unchecked(**settings)
-    run.check_each()  # before it is asked what its names mean
-    return not_meant_for(run)
+    return not_meant_for(checked_alone(settings))
 
 
-_types_of = cache(get_type_hints)
+def checked_alone(settings: dict[str, Any]) -> RunConfig:
+    """Return settings with known names as a run; each is checked, but not whether they contradict each other."""
+    run = object.__new__(RunConfig)
+    run.__dict__.update(settings)  # the others' defaults are the class's; `__init__` would set each by itself
+    run.check_each()
+    return run
+
+
+@cache
+def _checks() -> list[tuple[str, object, type, tuple[object, ...] | None, list[Range]]]:
+    """Return what each setting is checked against: its name, default, kind, choices and ranges."""
+    kinds, checks = get_type_hints(RunConfig), []
+    for each in fields(RunConfig):
+        kind = kinds[each.name]
+        choices = get_args(kind) if get_origin(kind) is Literal else each.metadata.get("choices")
+        ranges = [limit for limit in LIMITS[each.name] if isinstance(limit, Range)]
+        checks.append((each.name, each.default, kind, choices, ranges))
+    return checks
 
 
 def _rules_for(run: RunConfig) -> Iterator[tuple[object, str]]:

@@ -68,18 +68,14 @@ def place_stages(
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
         NotPlannedError: the closed form does not know the model, and pp or a balanced map needs it.
     """
-    if _is_placed_by_modules(run):
+    may_count_modules = run.parallelism.layers_in_turn and run.device_map != "balanced"
+    if may_count_modules and not is_known_architecture(run.model, run.model_revision):
         return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
     architecture, job, gpus = _divided(run, batch, gpu, evaluation)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
     divided = with_rows_for(run, _plan_of(run.device_map, architecture, job, gpus, stage_map))
     plan = divided if run.devices > 1 else plan_run(run, batch, gpu, evaluation)
     return Placement(stage_map, tuple(sum(share.layers) for share in divided.shares), plan, divided)
-
-
-def _is_placed_by_modules(run: RunConfig) -> bool:
-    is_possible = run.parallelism.layers_in_turn and run.device_map != "balanced"
-    return is_possible and not is_known_architecture(run.model, run.model_revision)
 
 
 def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:

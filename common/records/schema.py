@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema as kinds
 
 from common.base.errors import BadInputError, begin_of
-from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, idle_settings
+from common.base.run_config import DEFAULTS, RUN_NAME_PATTERN, checked_alone
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 
 # Pydantic's own schemas: to make them of types would take the planner a third of a second
@@ -183,7 +183,7 @@ def wrong_in(record: object, whole: bool = False) -> str:
     """Return a record's first wrong key, its value and why, or, with `whole`, what it lacks; empty: all is well."""
     try:
         RECORD.validate_python(record, strict=True)
-        idle_settings({name: value for name, value in record["config"].items() if name in DEFAULTS})
+        checked_alone({name: value for name, value in record["config"].items() if name in DEFAULTS})
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         place = ".".join(map(str, first["loc"])) or "it"

@@ -37,7 +37,8 @@ def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
     The metric is the validation accuracy where it was measured by step, else the task's first one, before and after.
     Of more runs than `MOST_NAMED` those with the lowest validation loss are named, and the others drawn in grey.
     """
-    named = sorted(range(len(records)), key=lambda number: _lowest_loss(records[number]))[:MOST_NAMED]
+    losses = [[loss for _, loss in each.get("validation_losses") or [] if math.isfinite(loss)] for each in records]
+    named = sorted(range(len(records)), key=lambda number: min(losses[number], default=math.inf))[:MOST_NAMED]
     figure, panels = plt.subplots(1, 3, figsize=(15, 4.5 + 0.1 * len(named)), layout="constrained")
     looks = dict(zip(sorted(named), cycle(LOOKS)))
     others = [number for number in range(len(records)) if number not in looks]
@@ -57,11 +58,6 @@ def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
         figure.suptitle(f"{len(records)} runs: {len(named)} with the lowest validation loss, and the others in grey")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return figure
-
-
-def _lowest_loss(record: Record) -> float:
-    losses = [loss for _, loss in record.get("validation_losses") or [] if math.isfinite(loss)]
-    return min(losses, default=math.inf)
 
 
 def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:

@@ -19,7 +19,7 @@ from bench.page import page as page_module
 from bench.page.page import kept_on_page, page_and_details, page_of
 from bench.page.runs import label_of, pareto_front, values_of
 from common.records.store import Record, kept_records
-from tests.pace import patient
+from tests.pace import patient, slowness_now
 
 LARGEST_BYTES = 3_000_000
 DRAWN_S = patient(30)
@@ -185,7 +185,7 @@ HOSTILE = (
     "<!-- <script>document.body.dataset.ran = 'yes'</script> @@LIBRARY@@ <img src=x onerror=\"document.title='ran'\">"
 )
 MOST_BYTES, RUNS_OF_THE_BAR = 5_000_000, 10_000
-MADE_S, MOST_MIB = patient(10), 500
+MADE_S, MOST_MIB = 10, 500  # seconds of the reference machine's processor
 
 
 def many(records: list[Record], count: int) -> Iterator[Record]:
@@ -259,10 +259,12 @@ def test_the_page_of_ten_thousand_runs_is_made_and_drawn(driver: webdriver.Chrom
         folder.mkdir(parents=True)
         (folder / "run_record.json").write_text(json.dumps(run))
     page = tmp_path / "page.html"
+    slowness = slowness_now()  # an hour before, the machine may have been faster
     made = subprocess.run([sys.executable, "-c", MAKE, page, tmp_path / "results"], capture_output=True, text=True)
+    most_s = MADE_S * max(slowness, slowness_now())
     assert made.returncode == 0, made.stderr
     mib, processor_s = map(float, made.stdout.split())
-    assert (mib <= MOST_MIB, processor_s <= MADE_S, page.stat().st_size <= MOST_BYTES) == (True, True, True)
+    assert (mib <= MOST_MIB, processor_s <= most_s, page.stat().st_size <= MOST_BYTES) == (True, True, True)
     drawn(driver, page)
     assert driver.find_element(By.ID, "count").text == f"{RUNS_OF_THE_BAR} of {RUNS_OF_THE_BAR} runs"
     assert driver.find_elements(By.CSS_SELECTOR, "#commands pre")
