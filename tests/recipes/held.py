@@ -22,6 +22,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -207,17 +208,19 @@ def watch() -> None:
 
 def forget_gathered_weights() -> None:
     """Have ZeRO-3 keep no more gathered layers than it works on: by default it keeps a billion weights, here all."""
-    from common.planning import memory_plan
-    from common.training import zero
+    from common.planning import between_steps
+    from common.training import deepspeed_config as engine  # whose function run folders import after this
 
-    told = zero.deepspeed_config
+    told = engine.deepspeed_config
 
     def told_less(run: RunConfig, hidden_size: int) -> dict[str, Any]:
         about = told(run, hidden_size)
         about["zero_optimization"] |= dict.fromkeys(REUSE_SETTINGS, REUSED_WEIGHTS)
         return about
 
-    zero.deepspeed_config, memory_plan.ZERO_REUSED_WEIGHTS = told_less, REUSED_WEIGHTS
+    # an assignment would not say that what it replaces has moved
+    mock.patch.object(engine, "deepspeed_config", told_less).start()
+    mock.patch.object(between_steps, "ZERO_REUSED_WEIGHTS", REUSED_WEIGHTS).start()
 
 
 def leave_out_comparisons(jobs: Path) -> None:
