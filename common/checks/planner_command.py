@@ -16,8 +16,10 @@ from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
 from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, evaluation_of, job_of, read_options
+from common.checks.rent_command import rent_answer
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
+from common.hardware.prices import usual_price
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
@@ -40,7 +42,8 @@ PIPELINES = (
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    sys.exit(answer(read_options()))
+    options = read_options()
+    sys.exit(rent_answer(options) if options.asks_what_to_rent else answer(options))
 
 
 def answer(options: PlannerOptions) -> int:
@@ -243,8 +246,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
 def _price(gpu: Gpu, given: float | None) -> str:
     if given:
         return f"{gpu.name}: {given} USD per hour, as given"
-    source = f"read {gpu.price_date} ({gpu.price_source})"
-    return f"{gpu.name}: {gpu.usd_per_hour} USD per hour, {source}" if gpu.usd_per_hour else ""
+    price = usual_price(gpu)
+    return f"{gpu.name}: {price.said}" if price else ""
 
 
 def _run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:

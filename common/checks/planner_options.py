@@ -21,10 +21,12 @@ DESCRIPTION = """Plan a training: memory, time and cost of every technique and p
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
     python -m common.planner --model qwen2.5-7b --gpu a100-80gb-sxm --gpus 4 --seq-len max
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
+    python -m common.planner --model qwen2.5-7b --gpu any --data rows.jsonl --budget 20 --deadline 6h
 
 Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
 Exit code 0: it fits; 1: it does not; 2: the question is wrong.
 """
+ANY = "any"  # a name for every GPU that has a price
 WHY_NOT_QUANTIZED_FULL = (
     "Full fine-tuning of quantized weights is impossible, and would save little: 14.5 instead of 16 bytes per weight, "
     "as gradient, momentum, variance and fp32 copy stay: pass --technique qlora, which trains adapters."
@@ -54,7 +56,9 @@ class PlannerOptions:
     task: str | None = shared("task", None, "Without it: by --classes, --target-len and --tiles, or chat.")
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
-    gpu: str | None = setting(None, "Once for all, or for each; without it: this machine's GPUs.", action="append")
+    gpu: str | None = setting(
+        None, "Once for all, or for each; any = what to rent; without it: this machine's GPUs.", action="append"
+    )
     gpus: int | None = setting(None, "Number of GPUs, over all nodes.", aliases=("--devices",))
     nodes: int = setting(1, "Machines.")
     gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
@@ -91,7 +95,16 @@ class PlannerOptions:
     sp_size: int | None = shared("sp_size", None, "Ranks that share each row; without it: 1, or a machine's if needed.")
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
-    usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
+    usd_per_hour: float | None = setting(None, "Price of one GPU, instead of its usual one.")
+    budget: float | None = setting(None, "What to rent: US dollars that the whole run may cost.")
+    deadline: str | None = setting(None, "What to rent: until when, as 6h, 90m, 2d or 2026-12-24T18:00.")
+    prices: str | None = setting(None, "What to rent: a file of prices, as common/hardware/prices.toml.")
+    data: str = setting(
+        "", "What to rent: the rows to train on, counted and measured, instead of the options for them."
+    )
+    num_train_epochs: float = shared("num_train_epochs", RunConfig.num_train_epochs)
+    rows_per_step: int = setting(16, "What to rent: rows of an optimizer step, on all GPUs together.")
+    picture: str | None = setting(None, "What to rent: a file for the picture of dollars against hours (.png, .svg).")
     explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
     json: bool = setting(False, "Print JSON.")
 
@@ -99,7 +112,8 @@ class PlannerOptions:
         """Refuse what a number or a technique alone can tell."""
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
                      "lora_r", "micro_batches", "max_new_tokens", "dp_replicate_size", "sp_size", "rows_per_epoch",
-                     "gpu_memory_gib", "gpu_tflops", "usd_per_hour"):  # fmt: skip
+                     "gpu_memory_gib", "gpu_tflops", "usd_per_hour", "budget", "num_train_epochs",
+                     "rows_per_step"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value <= LARGEST:  # also of nan
                 raise BadInputError(
@@ -118,6 +132,12 @@ class PlannerOptions:
         for name in ("lora_r", "lora_dropout"):
             if name in idle and getattr(self, name) != getattr(type(self), name):
                 raise BadInputError(f"{short_option(self, name)} is for {idle[name]}: leave it out.")
+
+    @property
+    def asks_what_to_rent(self) -> bool:
+        """Whether the machine is what is asked for."""
+        asked = (self.budget, self.deadline, self.prices, self.data, self.picture)
+        return any(each is not None and each != "" for each in asked) or ANY in (self.gpu or [])
 
     @property
     def techniques(self) -> tuple[str, ...]:
@@ -184,7 +204,7 @@ def _gpus_here() -> list[Gpu]:
     if not names or None in found:
         raise BadInputError(
             f"No --gpu is named, and of this machine's GPUs ({', '.join(names) or 'none'}) not all are known: pass "
-            "--gpu a6000."
+            "--gpu a6000, or --gpu any to see what to rent."
         )
     return found
 

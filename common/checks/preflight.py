@@ -30,6 +30,7 @@ from common.checks.measured_steps import Measured, answered_at_once, measure_all
 from common.checks.tried_rows import Rows, batch_of, rows_of_length, rows_of_run
 from common.data.splits import load_splits
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, gpu_of_device, gpus, read_memory
+from common.hardware.prices import usual_price
 from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
 from common.planning.architectures import read_architecture
@@ -202,11 +203,10 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
         f"training time: projected {timedelta(seconds=round(training_s))} for {steps:,} steps, all on batches "
         "as long as this one; validation, checkpoints and answers come on top"
     )
-    gpu = device_of(run)
-    if gpu is None or gpu.usd_per_hour is None:
+    if (price := usual_price(device_of(run))) is None:
         return [*lines, "cost: no price"]
-    usd = gpu.usd_per_hour * run.devices * training_s / 3600
-    return [*lines, f"cost: projected {usd:,.2f} USD ({run.devices} x {gpu.usd_per_hour} per hour, {gpu.price_date})"]
+    usd = price.usd_per_hour * run.devices * training_s / 3600
+    return [*lines, f"cost: projected {usd:,.2f} USD ({run.devices} x {price.usd_per_hour} per hour, {price.date})"]
 
 
 def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[str]) -> int:

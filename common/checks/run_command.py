@@ -68,8 +68,11 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
     return said
 
 
-def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
-    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`; for several machines their torchrun command."""
+def run_command(plan: Plan, model: str, model_revision: str = "", **others: object) -> str:
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`; for several machines their torchrun command.
+
+    `others` are more settings of the run, such as its data.
+    """
     if not (task := _task_of(plan)):
         name = plan.architecture.name
         raise BadInputError(f"none has runs for {name}'s own head; with --classes it is a classifier.")
@@ -81,7 +84,7 @@ def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
         )
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
     named = {"model": model, "model_revision": model_revision}
-    return _command(plan.job, task, device, _settings(plan) | named, plan.cluster.nodes)
+    return _command(plan.job, task, device, _settings(plan) | named | others, plan.cluster.nodes)
 
 
 def command_of_run(run: RunConfig, device: str) -> str:

@@ -182,9 +182,9 @@ class Gpu:
     source: str  # the vendor's data sheet
     nvlink_gb_per_s: float | None = None  # both directions together, as vendors print it; None = no NVLink
     nvlink_bridge: bool = False  # NVLink joins two cards only, where a bridge is plugged in; clouds mostly have none
-    usd_per_hour: float | None = None  # rent of one, on demand, without tax; None = no public price found
-    price_date: str | None = None  # year and month at least
-    price_source: str | None = None
+    generation: str = ""  # of those that reach a like share of their peak (common/planning/step_speed.py)
+    reported_as: tuple[str, ...] = ()  # what the driver calls it, where that differs from `name`
+    memory_is_estimated: bool = False  # no log of it was found
     process_gib: float = 0.0  # of a CPU: what a run's process holds before its model loads; 0 = it is not known
 
 
@@ -205,8 +205,12 @@ class Machine:
 
 _ROWS = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
 CATALOGUE = tuple(
-    Gpu(**row | {"tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"]}) for row in _ROWS["gpus"]
-)
+    Gpu(**row | {
+        "tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"],
+        "reported_as": tuple(row.get("reported_as", ())),
+    })
+    for row in _ROWS["gpus"]
+)  # fmt: skip
 MACHINES = {row["name"]: Machine(**row) for row in _ROWS["machines"]}
 CPU_DEVICE = "CPU, 1 thread"
 
@@ -225,14 +229,18 @@ def cpu_device(process_gib: float = 0.0) -> Gpu:
     )
 
 
-_ADDED_OR_LEFT_OUT = {"nvidia", "geforce", "tesla", "rtx", "generation", "gpu", "hbm3"}
+_ADDED_OR_LEFT_OUT = {
+    *("nvidia", "geforce", "tesla", "rtx", "generation", "gpu", "hbm3", "blackwell", "edition"),
+    *("amd", "instinct", "radeon", "rx"),
+}
+_FORMS = {"sxm", "pcie", "server", "workstation", "max", "q"}  # of one model: the first in the catalogue is meant
 
 
 def find_gpu(name: str) -> Gpu:
     """Return the GPU that a user means by `name`, such as `a6000`, `A100-80GB` or `NVIDIA RTX A6000 48GB`.
 
     Case, order, spaces, dashes and the maker's words do not matter; refused are names that no row fits, or rows of
-    different memory. SXM may be left out: of rows with equal memory the first is meant.
+    different memory. A form such as SXM may be left out: of rows with equal memory the first is meant.
     """
     fitting = _fitting(name)
     if len({gpu.name.split("GB")[0] for gpu in fitting}) == 1:
@@ -246,7 +254,8 @@ def find_gpu(name: str) -> Gpu:
 
 def gpu_of_device(nvml_name: str) -> Gpu | None:
     """Return the row of a device by its NVML name, such as `NVIDIA A100-SXM4-80GB`; None if there is none."""
-    fitting = _fitting(nvml_name)
+    reported = [gpu for gpu in CATALOGUE if nvml_name in gpu.reported_as]
+    fitting = reported or _fitting(nvml_name)
     return fitting[0] if len(fitting) == 1 else None
 
 
@@ -279,4 +288,4 @@ def _words(name: str) -> set[str]:
 
 
 def _model_words(gpu: Gpu) -> set[str]:
-    return {word for word in _words(gpu.name) if word not in ("sxm", "pcie") and not re.fullmatch(r"\d+gb", word)}
+    return {word for word in _words(gpu.name) if word not in _FORMS and not re.fullmatch(r"\d+gb", word)}

@@ -105,4 +105,8 @@ def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu
 @lru_cache(maxsize=10_000)
 def memory_of_step(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """Return the same of a job without an evaluation; it is kept."""
-    return with_overhead(architecture, job, gpu, device_memory(architecture, job, share))
+    return with_overhead(architecture, job, gpu, _without_overhead(architecture, job, share))
+
+
+# of every card the same, which the question what to rent asks of all
+_without_overhead = lru_cache(maxsize=10_000)(device_memory)

@@ -17,11 +17,12 @@ from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture
 from common.planning.job import Job
 from common.planning.shares import Share
-from common.planning.step_speed import generation_of
+from common.planning.step_speed import GENERATIONS, generation_of
 from common.planning.time_plan import Cluster, Speed, step_time
 
 PLANNED_PATH = REPOSITORY / "assets" / "published_planned.json"
 SIMILAR_SIZE = 4  # times as many parameters, or as few
+SLOWER = 1.4  # times as long as planned: nine in ten published rates are no slower (docs/planner.md)
 
 
 Rate = dict[str, Any]
@@ -84,3 +85,15 @@ def evidence(gpu: Gpu) -> str:
     alike = dict.fromkeys(rate["gpu"] for rate in published_rates() if rate["generation"] == generation.name)
     taken = f"as of {', '.join(alike)}, which are alike" if alike else generation.assumed
     return f"no benchmark of this GPU: its share of the peak is assumed, {taken}"
+
+
+def slowest(gpu: Gpu) -> float:
+    """Return how many times as long as planned a run takes at most, by the evidence for this card's speed.
+
+    Nine in ten published rates are within `SLOWER`; of cards without any, a share of the peak is assumed, which differs
+    among generations as much as `reached` does.
+    """
+    if any(rate["generation"] == gpu.generation for rate in published_rates()):
+        return SLOWER
+    reached = [each.reached for each in GENERATIONS]
+    return SLOWER * max(reached) / min(reached)

@@ -35,8 +35,7 @@ BACKWARD_PASSES = 2  # the backward pass takes as long as two forward passes
 class Generation:
     """GPUs that reach about the same share of their peak."""
 
-    name: str
-    starts: tuple[str, ...]  # how their names begin
+    name: str  # as cards of the catalogue have it
     reached: float  # share of the dense peak that large matrix products reach in training
     # the same without tensor cores; the V100's is assumed for all: BERT-large alone would give 0.94, and BART-large
     # took half as long again as planned with that (published.json)
@@ -47,20 +46,20 @@ class Generation:
 
 # cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; power holds the others back
 GENERATIONS = (
-    Generation("Hopper", ("H100", "H200"), 0.61, workspace_gib=32 / 1024),
-    Generation("A100", ("A100", "A800"), 0.82),
-    Generation("half-rate Ampere and Ada", ("RTX 3090", "RTX 4090", "A10G", "L40 "), 1.0),
-    Generation("full-rate Ampere and Ada", ("RTX A", "RTX 6000 Ada", "L40S", "L4 "), 0.70),
-    Generation("Volta", ("V100",), 0.90),
-    Generation("Turing", ("T4",), 0.70, 0.70, assumed="as of other cards that their power holds back"),
+    Generation("Hopper", 0.61, workspace_gib=32 / 1024),
+    Generation("A100", 0.82),
+    Generation("half-rate Ampere and Ada", 1.0),
+    Generation("full-rate Ampere and Ada", 0.70),
+    Generation("Volta", 0.90),
+    Generation("Turing", 0.70, 0.70, assumed="as of other cards that their power holds back"),
 )
 # of a GPU that is described by hand, and of a CPU without records
-UNKNOWN = Generation("unknown", (), 0.61, 0.61, assumed="the least that any generation reaches")
+UNKNOWN = Generation("unknown", 0.61, 0.61, assumed="the least that any generation reaches")
 
 
 def generation_of(gpu: Gpu) -> Generation:
-    """Return the generation of a GPU by its name; `UNKNOWN` where none has it."""
-    return next((each for each in GENERATIONS if gpu.name.startswith(each.starts)), UNKNOWN)
+    """Return the generation of a GPU by its row of the catalogue; `UNKNOWN` where it has none."""
+    return next((each for each in GENERATIONS if each.name == gpu.generation), UNKNOWN)
 
 
 @dataclass(frozen=True)

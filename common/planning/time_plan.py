@@ -13,6 +13,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
+from common.hardware.prices import usual_price
 from common.planning.architectures import Architecture, Block, exchanged_keys
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS, layer_input_bytes
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
@@ -54,7 +55,7 @@ class Cluster:
     gpus: tuple[Gpu, ...]
     nodes: int = 1  # machines, with equally many GPUs each
     link: Link | None = None  # the slowest; None = the best that the GPU has, and Ethernet between machines
-    usd_per_hour: float | None = None  # of one GPU, instead of the catalogue's price
+    usd_per_hour: float | None = None  # of one GPU, instead of its usual price
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or len(self.gpus) % self.nodes:
@@ -86,8 +87,10 @@ class Cluster:
     @property
     def usd_per_second(self) -> float | None:
         """Rent of all GPUs; None where a price is missing."""
-        prices = [self.usd_per_hour or gpu.usd_per_hour for gpu in self.gpus]
-        return None if None in prices else sum(prices) / SECONDS_PER_HOUR
+        if self.usd_per_hour:
+            return len(self.gpus) * self.usd_per_hour / SECONDS_PER_HOUR
+        prices = list(map(usual_price, self.gpus))
+        return None if None in prices else sum(price.usd_per_hour for price in prices) / SECONDS_PER_HOUR
 
 
 def parse_link(name: str, gpu: Gpu) -> Link:
@@ -378,7 +381,7 @@ def break_even_gbit(
     """Return the Ethernet, in Gbit/s, from which on many machines bill no more than one machine; None: never."""
     prices = [cluster.usd_per_second for cluster in (one_machine, many_machines)]
     if None in prices:
-        raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
+        raise BadInputError("A GPU of the comparison has no published price: pass --usd-per-hour.")
     most_s = _whole_step_s(architecture, job, one_machine, calibration) * prices[0] / prices[1]
     return fast_enough_from_gbit(architecture, job, many_machines, most_s, calibration)
 

@@ -21,6 +21,7 @@ from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.base.signals import end_signals_deferred
 from common.hardware import devices
+from common.hardware.prices import usual_price
 from common.planning.model_configs import cached_commit
 from common.planning.phases import TRAINING
 from common.planning.plans import Plan
@@ -355,14 +356,14 @@ def planned_figures(plan: Plan) -> dict[str, object]:
 
 
 def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object] | None:
-    """Return the rent of `count` GPUs by the catalogue's price; None on CPU and for GPUs without a price."""
-    if gpu is None or gpu.usd_per_hour is None:
+    """Return the rent of `count` GPUs by its usual price; None on CPU and for GPUs without a price."""
+    if (price := usual_price(gpu)) is None:
         return None
     return {
-        "usd": gpu.usd_per_hour * count * hours,
-        "usd_per_hour": gpu.usd_per_hour * count,
-        "price_date": gpu.price_date,
-        "price_source": gpu.price_source,
+        "usd": price.usd_per_hour * count * hours,
+        "usd_per_hour": price.usd_per_hour * count,
+        "price_date": price.date,
+        "price_source": f"{price.provider}: {price.source}",
     }
 
 

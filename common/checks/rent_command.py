@@ -1,0 +1,307 @@
+"""The planner's answer to "what should I rent?": the frontier of dollars against hours, a choice, and its command."""
+
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+from common.base.errors import BadInputError, NotPlannedError
+from common.base.inert import matplotlib_text
+from common.base.run_config import RunConfig
+from common.checks.planner_options import ANY, PlannerOptions, Tokens, evaluation_of, job_of, task_of
+from common.checks.run_command import run_command
+from common.hardware.devices import find_gpu
+from common.hardware.prices import PRICES, Price, read_prices
+from common.planning.architectures import Architecture, read_architecture
+from common.planning.plan_texts import outlined
+from common.planning.published_rates import evidence
+from common.planning.renting import COUNTS, PARALLELS, Rental, Training, chosen, frontier, hours_text, rentals
+from common.planning.time_plan import calibration_from
+from common.records.store import kept_records
+
+BYTES_PER_TOKEN = 4  # of English text (platform.openai.com/tokenizer), where the model's own tokenizer is not here
+TEMPLATE_TOKENS = 8  # that a chat template writes around a message: ChatML's five, and some
+HOURS_OF = {"m": 1 / 60, "h": 1.0, "d": 24.0}
+
+
+class Rows(NamedTuple):
+    """The rows of an epoch: how many, and their tokens."""
+
+    count: int
+    mean_length: int
+    longest: int
+    said: str  # how they were measured
+
+
+def rent_answer(options: PlannerOptions) -> int:
+    """Print the answer; 0 if something keeps budget and deadline, else 1."""
+    deadline_h = hours_until(options.deadline) if options.deadline else None
+    prices, architecture = _prices_of(options), _architecture_of(options)
+    rows = _rows_of_file(options) if options.data else _rows_as_asked(options)
+    training = _training_of(options, architecture, rows)
+    counts = (options.gpus,) if options.gpus else COUNTS
+    found = list(rentals(training, prices, counts, calibration_from(kept_records(), training.job.batch.task)))
+    best = frontier(found)
+    choice = chosen(best, options.budget, deadline_h)
+    if options.picture and best:
+        _draw(best, choice, options.picture)
+    said, command = _recommendation(options, training, found, best, deadline_h), _command(choice, options)
+    assumptions = _assumptions(options, rows, best)
+    if options.json:
+        answer = {
+            "model": options.model,
+            "figures": "projected",
+            "rows": rows.count,
+            "mean_length": rows.mean_length,
+            "num_train_epochs": options.num_train_epochs,
+            "frontier": [_as_json(each) for each in best],
+            "recommended": _as_json(choice) if choice else None,
+            "recommendation": said,
+            "assumptions": assumptions,
+            "run": command or None,
+        }
+        print(json.dumps(answer, indent=2))
+        return 0 if choice else 1
+    parts = [
+        f"{options.model}: {architecture.parameters / 1e9:.2f}B parameters, {options.num_train_epochs:g} epochs of "
+        f"{rows.count:,} rows of {rows.mean_length:,} tokens (at most {rows.longest:,}); every figure is projected",
+        f"{_table(best)}\nof {len(found):,} that fit, those that no other beats in both dollars and time"
+        if best
+        else "",
+        "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
+        said,
+        f"Run: {command}" if command else "",
+    ]
+    print("\n\n".join(filter(None, parts)))
+    return 0 if choice else 1
+
+
+# -- the question
+
+
+def hours_until(deadline: str) -> float:
+    """Return the hours that `6h`, `90m`, `2d` or a date and time leave; refuse others, and what is past."""
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", deadline.strip().lower()):
+        hours = float(found[1]) * HOURS_OF[found[2]]
+    else:
+        try:
+            end = datetime.fromisoformat(deadline)
+        except ValueError:
+            raise BadInputError(
+                f"--deadline is {deadline!r}: pass 6h, 90m, 2d or a time as 2026-12-24T18:00."
+            ) from None
+        hours = (end.astimezone() - datetime.now(UTC)).total_seconds() / 3600
+    if hours <= 0:
+        raise BadInputError(f"--deadline is {deadline}, which has passed: pass a time to come, such as 6h.")
+    return hours
+
+
+def _prices_of(options: PlannerOptions) -> list[Price]:
+    """Return the prices of the GPUs that are asked for."""
+    path = Path(options.prices).expanduser() if options.prices else PRICES
+    prices, names = read_prices(path), options.gpu or [ANY]
+    if ANY in names:
+        return list(prices)
+    wanted = {find_gpu(name).name for name in names}
+    found = [price for price in prices if price.gpu in wanted]
+    if not found:
+        raise BadInputError(f"{path.name} has no price of {' or '.join(sorted(wanted))}: pass --gpu any, or --prices.")
+    return found
+
+
+def _architecture_of(options: PlannerOptions) -> Architecture:
+    if isinstance(options.max_length, Tokens) or options.classes or options.tiles or options.nodes > 1:
+        raise NotPlannedError(
+            "What to rent is planned for rows of text, on one machine: leave out --classes, --tiles and --nodes, pass "
+            "--seq-len a number, and name a --gpu for the others."
+        )
+    try:
+        return read_architecture(options.model, options.model_revision)
+    except NotPlannedError as unknown:
+        raise NotPlannedError(
+            f"{unknown} What to rent needs it: name a --gpu, which is planned by dry runs."
+        ) from None
+
+
+def _rows_as_asked(options: PlannerOptions) -> Rows:
+    length = int(options.max_length)
+    return Rows(options.rows_per_epoch, length, length, "as the options say; --data FILE counts and measures yours")
+
+
+def _rows_of_file(options: PlannerOptions) -> Rows:
+    """Return how many training rows the data has, and how long they are as the model's tokenizer, if here, has them."""
+    print(f"reading {options.data} ...", file=sys.stderr, flush=True)
+    from common.checks.preview import preview  # here: it imports torch and Transformers
+
+    run = RunConfig(task=task_of(options).name, data=options.data, model=options.model, max_length=options.max_length)
+    splits = resolve_name("common.data.splits:load_splits")(run)
+    try:
+        tokenizer = resolve_name("common.models.loading:load_tokenizer")(run)
+        lengths, how = preview(run, splits, tokenizer).lengths, f"by the tokenizer of {options.model}"
+    except BadInputError:  # only its shape is here
+        texts = map(resolve_name("common.data.rows:texts_of"), splits.train)
+        lengths = [sum(len(text.encode()) // BYTES_PER_TOKEN + TEMPLATE_TOKENS for text in row) for row in texts]
+        how = f"estimated with {BYTES_PER_TOKEN} bytes a token, as the tokenizer of {options.model} is not here"
+    cut = [min(length, options.max_length) for length in lengths]
+    return Rows(len(cut), max(1, round(statistics.mean(cut))), max(cut), how)
+
+
+def _training_of(options: PlannerOptions, architecture: Architecture, rows: Rows) -> Training:
+    options = replace(options, max_length=rows.longest, gpu=None)
+    job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
+    return Training(
+        architecture,
+        replace(job, batch=replace(job.batch, padded=rows.mean_length < rows.longest)),
+        rows.mean_length,
+        math.ceil(rows.count * options.num_train_epochs),
+        options.rows_per_step,
+        options.techniques,
+        options.precision,
+        options.gradient_checkpointing,
+        options.parallel,
+    )
+
+
+# -- the answer
+
+
+def _table(best: Sequence[Rental]) -> str:
+    rows = [
+        [
+            each.machine,
+            each.plan.name,
+            f"{each.price.provider}{', spot' * each.is_spot}",
+            f"{each.usd_per_hour:.2f}",
+            f"{hours_text(each.hours)} to {hours_text(each.most_hours)}",
+            f"{each.usd:,.2f} to {each.most_usd:,.2f}",
+        ]
+        for each in best
+    ]
+    headers = ("machine", "way", "provider", "USD\nper hour", "time, likely\nto at most", "USD, likely\nto at most")
+    return outlined(rows, headers, range(3))
+
+
+def _recommendation(
+    options: PlannerOptions,
+    training: Training,
+    found: Sequence[Rental],
+    best: Sequence[Rental],
+    deadline_h: float | None,
+) -> str:
+    """Return what to rent, or what would have to change."""
+    limits = (f"{options.budget:,.2f} USD" if options.budget else "", hours_text(deadline_h) if deadline_h else "")
+    limit = " and ".join(filter(None, limits))
+    if not best:
+        return (
+            f"Nothing fits, not even one row of {training.job.batch.length:,} tokens on {COUNTS[-1]} GPUs. Shorten "
+            "rows (--seq-len), allow another --technique (qlora takes least), take a smaller --model, or plan several "
+            "machines: --gpu b300 --gpus 16 --nodes 2."
+        )
+    if (choice := chosen(best, options.budget, deadline_h)) is None:
+        return (
+            f"Nothing keeps {limit}. The cheapest: {best[0].said}. The fastest: {best[-1].said}. Take fewer epochs, "
+            "shorter rows (--seq-len) or a smaller --model."
+        )
+    why = "fastest" if options.budget and deadline_h is None else "cheapest"
+    memory, gpu = choice.plan.highest.phase.memory, choice.plan.highest.gpu
+    said = (
+        f"Recommended, the {why}{f' within {limit}' if limit else ''}: {choice.said}; {memory.peak_gib:.1f} (safe: "
+        f"{memory.safe_gib:.1f}) of {gpu.memory_gib:.1f} GiB."
+    )
+    if choice.is_spot:
+        lost_min = choice.interruption_s(RunConfig.max_lost_minutes) / 60
+        said += f" Each interruption of spot loses about {lost_min:.0f} minutes: half of the "
+        said += f"{RunConfig.max_lost_minutes:g} between checkpoints, and loading."
+        steady = frontier(each for each in found if not each.is_spot)
+        if instead := chosen(steady, options.budget, deadline_h):
+            said += f" On demand: {instead.said}."
+    return said
+
+
+def _assumptions(options: PlannerOptions, rows: Rows, best: Sequence[Rental]) -> list[str]:
+    return [
+        f"rows {rows.said}; {options.rows_per_step} rows a step, on all GPUs together",
+        f"the fastest of {', '.join(PARALLELS)} that is safe to fit, for each of {', '.join(options.techniques)}",
+        "time is that of loading, answers before and after, all epochs, and saving; starting the machine, installing, "
+        "downloading the model, storage and tax are not counted",
+        *dict.fromkeys(f"{each.price.gpu}: {each.price.said}" for each in best),
+        *dict.fromkeys(
+            f"{each.price.gpu}: {evidence(find_gpu(each.price.gpu))}; at most {each.factor:.2g} times the likely time"
+            for each in best
+        ),
+    ]
+
+
+def _command(choice: Rental | None, options: PlannerOptions) -> str:
+    if choice is None:
+        return ""
+    others: dict[str, Any] = {"num_train_epochs": options.num_train_epochs}
+    if options.data:  # which may have longer rows than those that were measured, or estimated
+        data = Path(options.data).expanduser()
+        others |= {"data": str(data.absolute()) if data.exists() else options.data, "max_length": options.max_length}
+    try:
+        return run_command(choice.plan, options.model, options.model_revision, **others)
+    except BadInputError as refused:
+        return f"no run folder takes this plan: {refused}"
+
+
+def _as_json(rental: Rental) -> dict[str, Any]:
+    plan, memory, price = rental.plan, rental.plan.highest.phase.memory, rental.price
+    return {
+        "gpu": price.gpu,
+        "gpus": len(plan.cluster.gpus),
+        "provider": price.provider,
+        "machine": price.machine or None,
+        "kind": price.kind,
+        "usd_per_hour": rental.usd_per_hour,
+        "price_date": price.date,
+        "price_source": price.source,
+        "technique": plan.job.technique,
+        "parallel": plan.job.parallel,
+        "gradient_checkpointing": plan.job.gradient_checkpointing,
+        "batch_size": plan.job.batch.rows,
+        "gradient_accumulation_steps": plan.job.accumulation_steps,
+        "peak_gib": memory.peak_gib,
+        "safe_gib": memory.safe_gib,
+        "capacity_gib": plan.highest.gpu.memory_gib,
+        "loading_time_s": rental.phases.loading_s,
+        "evaluation_time_s": 2 * rental.phases.answering_s,
+        "training_time_s": rental.training_s,
+        "saving_time_s": rental.saving_s,
+        "likely_hours": rental.hours,
+        "most_hours": rental.most_hours,
+        "likely_usd": rental.usd,
+        "most_usd": rental.most_usd,
+        "at_most_factor": rental.factor,
+        "interruption_s": rental.interruption_s(RunConfig.max_lost_minutes) if rental.is_spot else None,
+    }
+
+
+def _draw(best: Sequence[Rental], choice: Rental | None, file: str) -> None:
+    """Write the picture of the frontier, with the recommended machine marked."""
+    import matplotlib.pyplot as plt  # here: it takes a second
+    from matplotlib.ticker import ScalarFormatter
+
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.step([each.most_hours for each in best], [each.most_usd for each in best], where="pre", color="0.8")
+    for each in best:
+        is_chosen = each is choice
+        notes = ("recommended" if is_chosen else "", each.price.kind if each.is_spot else "")
+        note = f" ({', '.join(filter(None, notes))})" if any(notes) else ""
+        label = matplotlib_text(f"{each.machine}, {each.plan.name}{note}")
+        mark, size = ("*", 14) if is_chosen else ("o", 6)
+        axes.plot(each.most_hours, each.most_usd, mark, markersize=size, label=label)
+    axes.set(xscale="log", xlabel="hours, at most", ylabel="USD, at most", ylim=(0, None))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    figure.legend(loc="outside right upper", fontsize=8)
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"--picture {file} cannot be written ({error}): name a .png or .svg file here.") from None

@@ -1,0 +1,224 @@
+"""Which machine to rent: a whole run planned on every priced GPU, by its hours and its bill; all are projected."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from common.base.errors import NotPlannedError
+from common.base.specs import PARALLELISMS
+from common.hardware.devices import Gpu, find_gpu
+from common.hardware.prices import SPOT, Price
+from common.planning.architectures import Architecture
+from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.job import Job, Precision
+from common.planning.phase_times import DISK_GB_PER_S, PhaseTimes
+from common.planning.plans import Plan, make_plan
+from common.planning.published_rates import slowest
+from common.planning.ranking import usual_precision
+from common.planning.shares import trained_parameters, whole_model
+from common.planning.time_plan import SECONDS_PER_HOUR, Calibration, Cluster
+
+COUNTS = (1, 2, 4, 8)  # GPUs of one machine
+# ways that a rented machine is planned with: those that divide rows, which are the fastest where they fit
+PARALLELS = ("single", "ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be trained, whatever the machine."""
+
+    architecture: Architecture
+    job: Job  # of one row as long as the longest
+    mean_length: int  # tokens of a row
+    rows: int  # of all epochs
+    rows_per_step: int
+    techniques: tuple[str, ...]
+    precision: Precision | None = None  # None: each technique's usual one, as the GPU has it
+    checkpointing: bool | None = None  # None: where it is faster, or needed
+    parallel: str | None = None
+
+
+def hours_text(hours: float) -> str:
+    """Return hours for a reader, such as `2.8 h` or `25 min`."""
+    return f"{hours:.1f} h" if hours >= 2 else f"{hours * 60:.0f} min" if hours >= 1 / 30 else f"{hours * 3600:.0f} s"
+
+
+@dataclass(frozen=True)
+class Rental:
+    """A machine at a price, and a run on it: hours and dollars, likely and at most."""
+
+    price: Price
+    plan: Plan  # of a step of the longest rows
+    training_s: float
+    factor: float  # as many times as long, at most, by the evidence for this card's speed
+
+    @cached_property
+    def phases(self) -> PhaseTimes:
+        """Seconds of loading, and of one evaluation."""
+        return self.plan.phase_times
+
+    @cached_property
+    def saving_s(self) -> float:
+        """Of writing what was trained."""
+        job, architecture = self.plan.job, self.plan.architecture
+        count = trained_parameters(architecture, job, whole_model(architecture))
+        return count * job.trained_bytes / (DISK_GB_PER_S * 1e9)
+
+    @property
+    def hours(self) -> float:
+        """Of loading, answering before and after, training and saving."""
+        whole_s = self.phases.loading_s + 2 * self.phases.answering_s + self.training_s + self.saving_s
+        return whole_s / SECONDS_PER_HOUR
+
+    @property
+    def most_hours(self) -> float:
+        """The same at most."""
+        return self.hours * self.factor
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Of the whole machine."""
+        return self.price.usd_per_hour * len(self.plan.cluster.gpus)
+
+    @property
+    def usd(self) -> float:
+        """The likely bill."""
+        return self.hours * self.usd_per_hour
+
+    @property
+    def most_usd(self) -> float:
+        """The bill at most."""
+        return self.most_hours * self.usd_per_hour
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether the provider may take the machine back."""
+        return self.price.kind == SPOT
+
+    @property
+    def machine(self) -> str:
+        """Its GPUs, in words."""
+        return f"{len(self.plan.cluster.gpus)} x {self.price.gpu}"
+
+    @property
+    def said(self) -> str:
+        """What is rented, and what it takes, in words."""
+        kind = ", spot" * self.is_spot
+        named = f"{self.machine} at {' '.join(filter(None, (self.price.provider, self.price.machine)))}{kind}"
+        return (
+            f"{named}, {self.plan.name}: {hours_text(self.hours)} and {self.usd:,.2f} USD, at most "
+            f"{hours_text(self.most_hours)} and {self.most_usd:,.2f} USD"
+        )
+
+    def interruption_s(self, max_lost_minutes: float) -> float:
+        """Return what an interruption costs on average: half of the time between checkpoints, and loading again."""
+        return max_lost_minutes * 60 / 2 + self.phases.loading_s
+
+
+def rentals(
+    training: Training, prices: Iterable[Price], counts: Sequence[int], calibration: Calibration
+) -> Iterator[Rental]:
+    """Yield each technique's fastest way on each priced machine with so many GPUs, where training fits."""
+    ways: dict[tuple[str, int], list[tuple[Plan, float]]] = {}
+    for price in prices:
+        for count in counts:
+            if count % price.gpus or (price.machine and count != price.gpus):
+                continue
+            if (price.gpu, count) not in ways:
+                ways[price.gpu, count] = list(_ways(training, find_gpu(price.gpu), count, calibration))
+            factor = slowest(find_gpu(price.gpu))
+            yield from (Rental(price, plan, seconds, factor) for plan, seconds in ways[price.gpu, count])
+
+
+def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) -> Iterator[tuple[Plan, float]]:
+    """Yield each technique's fastest plan on so many GPUs, with its seconds of training."""
+    cluster = Cluster((gpu,) * count)
+    for technique in training.techniques:
+        found = [
+            way
+            for parallel in PARALLELS
+            if training.parallel in (None, parallel) and PARALLELISMS[parallel].is_single == (count == 1)
+            if (way := _fastest(training, technique, parallel, cluster, calibration))
+        ]
+        if found:
+            yield min(found, key=lambda way: way[1])
+
+
+def _fastest(
+    training: Training, technique: str, parallel: str, cluster: Cluster, calibration: Calibration
+) -> tuple[Plan, float] | None:
+    """Return the fastest plan that fits, with its seconds of training; None where none does."""
+    count, found = len(cluster.gpus), []
+    precision = training.precision or usual_precision(technique, cluster)
+    if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
+        return None
+    try:
+        job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
+    except NotPlannedError:
+        return None
+    for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
+        for rows in _batches(training.rows_per_step, count):
+            steps = max(1, training.rows_per_step // (rows * count))
+            tried = replace(
+                job,
+                gradient_checkpointing=checkpointing,
+                batch=replace(job.batch, rows=rows),
+                accumulation_steps=steps,
+            )
+            gpu = cluster.gpus[0]
+            memory = memory_with_overhead(training.architecture, tried, whole_model(training.architecture), gpu)
+            if memory.safe_gib <= gpu.memory_gib:
+                found.append(_timed(training, tried, cluster, calibration))
+                break
+        if found and found[-1][0].job.accumulation_steps == 1:
+            break  # the whole step at once, and nothing computed again
+    return min(found, key=lambda way: way[1], default=None)
+
+
+def _timed(training: Training, job: Job, cluster: Cluster, calibration: Calibration) -> tuple[Plan, float]:
+    """Return the plan of a step of the longest rows, and the seconds of training on rows of the mean length."""
+    plan = make_plan(training.architecture, job, cluster, calibration)
+    length = training.mean_length
+    usual = replace(job, batch=replace(job.batch, length=length, labelled=min(length, job.batch.labelled)))
+    mean = plan if usual == job else make_plan(training.architecture, usual, cluster, calibration)
+    return plan, mean.epoch_s(training.rows)
+
+
+def _batches(rows_per_step: int, count: int) -> list[int]:
+    """Return the rows of a rank that make up a step evenly, most first."""
+    of_rank = max(1, rows_per_step // count)
+    return [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
+
+
+def frontier(found: Iterable[Rental]) -> list[Rental]:
+    """Return those that nothing else beats in both dollars and hours, at most, cheapest first.
+
+    They are planned with all phases of a run, and left out where one does not fit, until none is left that was not.
+    """
+    left, whole = list(found), dict[int, Plan]()
+    while True:
+        best: list[Rental] = []
+        for rental in sorted(left, key=lambda each: (each.most_usd, each.most_hours)):
+            if not best or rental.most_hours < best[-1].most_hours:
+                best.append(rental)
+        if not (new := {id(each.plan): each.plan for each in best if id(each.plan) not in whole}):
+            return best
+        planned = {number: plan.with_rows_chosen() for number, plan in new.items()}
+        whole |= {id(plan): plan for plan in planned.values()}
+        left = [
+            replace(each, plan=planned.get(id(each.plan), each.plan))
+            for each in left
+            if id(each.plan) not in planned or planned[id(each.plan)].fits
+        ]
+
+
+def chosen(found: Sequence[Rental], budget_usd: float | None = None, deadline_h: float | None = None) -> Rental | None:
+    """Return the cheapest that keeps budget and deadline even at most; with a budget alone the fastest; None: none."""
+    within = [
+        rental
+        for rental in found
+        if (budget_usd is None or rental.most_usd <= budget_usd)
+        and (deadline_h is None or rental.most_hours <= deadline_h)
+    ]
+    by_time = budget_usd is not None and deadline_h is None
+    return min(within, key=lambda each: each.most_hours if by_time else each.most_usd, default=None)

@@ -1,0 +1,248 @@
+"""What to rent: the frontier over all priced machines, its bills, its choice, and what it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.checks.planner_command import main
+from common.checks.rent_command import hours_until
+from common.hardware.devices import CATALOGUE, find_gpu
+from common.hardware.prices import ON_DEMAND, SPOT, Price, read_prices, usual_price
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape, EvaluationShape, Job
+from common.planning.published_rates import published_rates, slowest
+from common.planning.renting import Rental, Training, chosen, frontier, rentals
+
+Asked = Callable[..., tuple[int, str, str]]
+SMOLLM = read_architecture("smollm2-135m")
+EVALUATION = EvaluationShape(rows=32, length=512, labelled=512, prompt_length=512, new_tokens=48)
+TRAINING = Training(
+    SMOLLM,
+    Job("lora", "single", BatchShape(1, 512, labelled=512), evaluation=EVALUATION),
+    mean_length=256,
+    rows=30_000,
+    rows_per_step=16,
+    techniques=("full", "lora"),
+)
+PRICE = Price("Here", "RTX A6000 48GB", 0.5, "2026-11-01", "https://example.org")
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The command line's exit code, output and errors."""
+
+    def ask(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["planner", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Rental]:
+    """Everything that fits of all prices."""
+    return list(rentals(TRAINING, read_prices(), (1, 2, 4, 8), {}))
+
+
+def test_nothing_on_the_frontier_is_beaten_and_all_of_it_fits(found: list[Rental]) -> None:
+    best = frontier(found)
+    for cheaper, faster in pairwise(best):
+        assert cheaper.most_usd <= faster.most_usd and cheaper.most_hours > faster.most_hours
+    for rental in best:
+        assert rental.plan.fits and rental.plan.job.evaluation.rows > 1
+    for rental in found:
+        # a plan with all its phases may take longer than was estimated with the most rows at once
+        assert any(each.usd <= 1.1 * rental.usd and each.hours <= 1.1 * rental.hours for each in best), rental.said
+
+
+def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> None:
+    rental = next(each for each in found if len(each.plan.cluster.gpus) == 4)
+    job, parts = rental.plan.job, rental.phases
+    usual = replace(job, batch=replace(job.batch, length=256, labelled=256))
+    steps = TRAINING.rows / (job.batch.rows * 4)
+    planned = Rental(rental.price, replace(rental.plan, job=usual), 0.0, 1.0)
+    assert planned.training_s == 0.0
+    assert rental.plan.rows_per_step * job.accumulation_steps == TRAINING.rows_per_step
+    # rows are half as long as the longest
+    assert 0.3 < rental.training_s / (steps * rental.plan.time.total_s) <= 1.0
+    seconds = parts.loading_s + 2 * parts.answering_s + rental.training_s + rental.saving_s
+    assert rental.usd == pytest.approx(seconds / 3600 * 4 * rental.price.usd_per_hour)
+    assert rental.most_usd == pytest.approx(rental.usd * slowest(find_gpu(rental.price.gpu)))
+
+
+def test_the_same_machine_costs_by_its_price_alone() -> None:
+    dear, cheap = (replace(PRICE, usd_per_hour=usd) for usd in (2.0, 0.5))
+    by_price = {each.price.usd_per_hour: each for each in rentals(TRAINING, (dear, cheap), (1,), {})}
+    assert by_price[2.0].usd == pytest.approx(4 * by_price[0.5].usd)
+    assert by_price[2.0].hours == by_price[0.5].hours
+
+
+def test_machines_are_rented_as_they_are_sold() -> None:
+    def counts(price: Price) -> set[int]:
+        return {len(each.plan.cluster.gpus) for each in rentals(TRAINING, (price,), (1, 2, 4, 8), {})}
+
+    assert counts(PRICE) == {1, 2, 4, 8}
+    assert counts(replace(PRICE, gpus=4)) == {4, 8}
+    assert counts(replace(PRICE, gpus=4, machine="big.4")) == {4}
+
+
+def test_choices_keep_their_limits_even_at_most(found: list[Rental]) -> None:
+    best = frontier(found)
+    assert chosen(best) is best[0]
+    middle = best[len(best) // 2]
+    assert chosen(best, deadline_h=middle.most_hours) is middle
+    assert chosen(best, budget_usd=middle.most_usd) is middle
+    assert chosen(best, budget_usd=best[0].most_usd * 0.99) is None
+    assert chosen(best, best[0].most_usd, best[-1].most_hours) is None
+
+
+def test_cards_without_published_rates_have_wider_bounds() -> None:
+    known = {rate["generation"] for rate in published_rates()}
+    factors = {gpu.name: (gpu.generation in known, slowest(gpu)) for gpu in CATALOGUE}
+    assert max(factor for is_known, factor in factors.values() if is_known) < min(
+        factor for is_known, factor in factors.values() if not is_known
+    )
+
+
+def test_an_interruption_loses_half_of_what_lies_between_checkpoints_and_loading() -> None:
+    (rental,) = rentals(replace(TRAINING, techniques=("lora",)), (replace(PRICE, kind=SPOT),), (1,), {})
+    assert rental.interruption_s(15.0) == 7.5 * 60 + rental.phases.loading_s
+
+
+@pytest.mark.parametrize(
+    ("deadline", "hours"), [("6h", 6.0), ("90m", 1.5), ("2d", 48.0), ("0.5h", 0.5)]
+)
+def test_deadlines_as_users_write_them(deadline: str, hours: float) -> None:
+    assert hours_until(deadline) == hours
+
+
+def test_a_deadline_is_also_a_time() -> None:
+    tomorrow = datetime.now() + timedelta(hours=24)
+    assert hours_until(tomorrow.isoformat(timespec="minutes")) == pytest.approx(24, abs=0.1)
+
+
+def test_the_answer_is_a_frontier_a_choice_and_its_command(asked: Asked, tmp_path: Path) -> None:
+    picture = tmp_path / "frontier.png"
+    question = ("--model", "qwen2.5-7b", "--gpu", "any", "--budget", 50, "--deadline", "12h")
+    code, out, _ = asked(*question, "--picture", picture)
+    assert code == 0
+    assert picture.stat().st_size > 1_000
+    assert "Run: make run FOLDER=" in out and "--num_train_epochs" in out
+    assert all(len(line) <= 120 for line in out.splitlines() if line.startswith(("│", "╭")))
+    code, out, _ = asked(*question, "--json")
+    answer = json.loads(out)
+    best = answer["recommended"]
+    assert code == 0 and answer["figures"] == "projected" and best in answer["frontier"]
+    assert best["most_usd"] <= 50 and best["most_hours"] <= 12 and best["safe_gib"] <= best["capacity_gib"]
+    assert answer["run"].startswith("make run FOLDER=")
+
+
+def test_rows_are_counted_and_measured(asked: Asked, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": "Why? " * (1 + number % 7), "answer": f"Because of {number}."} for number in range(200)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    code, out, _ = asked("--model", "assets/embedded_base", "--data", file, "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["rows"] == 160  # a tenth each is held out, to choose by and to report on
+    assert 5 < answer["mean_length"] < 100
+    assert f"--data {file}" in answer["run"]
+    code, out, _ = asked("--model", "qwen2.5-7b", "--data", file, "--json")
+    estimated = json.loads(out)
+    texts = [row["question"] + row["answer"] for row in rows]
+    assert estimated["mean_length"] == pytest.approx(mean(map(len, texts)) / 4 + 16, abs=2)
+    assert any("estimated" in line for line in estimated["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("question", "code", "said"),
+    [
+        ("--budget 0.01", 1, "Nothing keeps 0.01 USD. The cheapest: "),
+        ("--gpu any --deadline 1m --technique full", 1, "The fastest: "),
+        ("--gpu t4 --gpus 1 --technique full --deadline 2d", 1, "Nothing fits, not even one row of 1,024 tokens"),
+        ("--gpu any --deadline 2020-01-01", 2, "which has passed: pass a time to come"),
+        ("--gpu any --deadline soon", 2, "pass 6h, 90m, 2d or a time"),
+        ("--budget 0", 2, "--budget is 0.0, but must be above 0"),
+        ("--gpu a60000 --budget 5", 2, "Did you mean RTX A6000 48GB?"),
+        ("--gpu any --nodes 2", 2, "on one machine"),
+        ("--gpu any --prices nowhere.toml", 2, "nowhere.toml cannot be read"),
+        ("--gpu any --picture nowhere/frontier.png", 2, "cannot be written"),
+        ("--gpu any --picture frontier.xyz", 2, "name a .png or .svg file"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(question: str, code: int, said: str, asked: Asked) -> None:
+    ended, out, error = asked("--model", "qwen2.5-7b", *question.split())
+    assert ended == code
+    assert said in (error if code == 2 else out)
+    assert code == 1 or error.count("\n") == 1
+
+
+def test_a_model_without_a_closed_form_is_refused(tmp_path: Path, asked: Asked) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv", "hidden_size": 64}', encoding="utf-8")
+    code, _, error = asked("--model", tmp_path, "--gpu", "any")
+    assert code == 2 and "What to rent needs it" in error
+
+
+PRICES = """
+[[prices]]
+provider = "Mine"
+gpu = "a6000"
+usd_per_hour = 0.4
+date = "2026-11-01"
+source = "my contract"
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"a6000"', '"a60000"', "is not in the catalogue. Did you mean RTX A6000 48GB?"),
+        ("0.4", "-0.4", "usd_per_hour -0.4: it must be above 0"),
+        ("2026-11-01", "2126-11-01", "date '2126-11-01': it must be a day that has been"),
+        ("2026-11-01", "lately", "it must be a day that has been"),
+        ('source = "my contract"', "", "lacks source"),
+        ("provider", "seller", "lacks provider"),
+        ('source = "my contract"', 'source = ""\ncurrency = "EUR"', "is in EUR: convert it"),
+        ('source = "my contract"', 'source = ""\nkind = "reserved"', "it must be 'on demand' or 'spot'"),
+        ('source = "my contract"', 'source = ""\ncolour = "red"', "has the unknown colour"),
+        (PRICES, "prices = 3", "has no [[prices]]"),
+    ],
+)
+def test_prices_that_cannot_be_are_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text(PRICES.replace(old, new), encoding="utf-8")
+    with pytest.raises(BadInputError) as refused:
+        read_prices(file)
+    assert said in str(refused.value)
+
+
+def test_prices_of_one_s_own_take_the_others_place(tmp_path: Path, asked: Asked) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text(PRICES, encoding="utf-8")
+    code, out, _ = asked("--model", "smollm2-135m", "--prices", file, "--json")
+    assert code == 0
+    assert {(each["provider"], each["gpu"]) for each in json.loads(out)["frontier"]} == {("Mine", "RTX A6000 48GB")}
+
+
+def test_published_prices_have_cards_sources_and_dates() -> None:
+    prices = read_prices()
+    assert len({price.provider for price in prices}) >= 10
+    assert {price.kind for price in prices} == {ON_DEMAND, SPOT}
+    keys = [(price.provider, price.gpu, price.gpus, price.kind, price.machine) for price in prices]
+    assert len(set(keys)) == len(keys)
+    for price in prices:
+        assert price.source.startswith("https://"), price
+        assert 0.02 < price.usd_per_hour < 20, price
+    assert usual_price(find_gpu("a6000")).usd_per_hour == 0.53  # tables of the readmes are billed by it
+    assert usual_price(None) is None
+    assert RunConfig.max_lost_minutes == 15  # what the page of spot prices says of an interruption
