@@ -6,10 +6,10 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from common.base.errors import BadInputError, NotPlannedError
@@ -138,17 +138,19 @@ def _rows_as_asked(options: PlannerOptions) -> Rows:
 def _rows_of_file(options: PlannerOptions) -> Rows:
     """Return how many training rows the data has, and how long they are as the model's tokenizer, if here, has them."""
     print(f"reading {options.data} ...", file=sys.stderr, flush=True)
-    from common.checks.preview import preview  # here: it imports torch and Transformers
+    from common.checks.preview import load_splits, load_tokenizer, preview  # here: it imports torch and Transformers
+    from common.data.rows import texts_of
 
     run = RunConfig(task=task_of(options).name, data=options.data, model=options.model, max_length=options.max_length)
-    splits = resolve_name("common.data.splits:load_splits")(run)
-    try:
-        tokenizer = resolve_name("common.models.loading:load_tokenizer")(run)
-        lengths, how = preview(run, splits, tokenizer).lengths, f"by the tokenizer of {options.model}"
-    except BadInputError:  # only its shape is here
-        texts = map(resolve_name("common.data.rows:texts_of"), splits.train)
-        lengths = [sum(len(text.encode()) // BYTES_PER_TOKEN + TEMPLATE_TOKENS for text in row) for row in texts]
-        how = f"estimated with {BYTES_PER_TOKEN} bytes a token, as the tokenizer of {options.model} is not here"
+    with redirect_stdout(sys.stderr):  # what is said of the rows
+        splits = load_splits(run)
+        try:
+            lengths = preview(run, splits, load_tokenizer(run)).lengths
+            how = f"by the tokenizer of {options.model}"
+        except BadInputError:  # only its shape is here
+            texts = map(texts_of, splits.train)
+            lengths = [sum(len(text.encode()) // BYTES_PER_TOKEN + TEMPLATE_TOKENS for text in row) for row in texts]
+            how = f"estimated with {BYTES_PER_TOKEN} bytes a token, as the tokenizer of {options.model} is not here"
     cut = [min(length, options.max_length) for length in lengths]
     return Rows(len(cut), max(1, round(statistics.mean(cut))), max(cut), how)
 

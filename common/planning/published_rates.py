@@ -95,5 +95,5 @@ def slowest(gpu: Gpu) -> float:
     """
     if any(rate["generation"] == gpu.generation for rate in published_rates()):
         return SLOWER
-    reached = [each.reached for each in GENERATIONS]
+    reached = [each.reached for each in GENERATIONS if not each.assumed]
     return SLOWER * max(reached) / min(reached)

@@ -45,13 +45,21 @@ class Generation:
 
 
 # cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; power holds the others back
+AS_HALF_RATE, AS_FULL_RATE = "as of other cards at half rate", "as of other cards that their power holds back"
 GENERATIONS = (
     Generation("Hopper", 0.61, workspace_gib=32 / 1024),
     Generation("A100", 0.82),
     Generation("half-rate Ampere and Ada", 1.0),
     Generation("full-rate Ampere and Ada", 0.70),
     Generation("Volta", 0.90),
-    Generation("Turing", 0.70, 0.70, assumed="as of other cards that their power holds back"),
+    Generation("Turing", 0.70, 0.70, assumed=AS_FULL_RATE),
+    Generation("half-rate Turing", 1.0, assumed=AS_HALF_RATE),
+    Generation("Blackwell", 0.61, assumed="as of Hopper", workspace_gib=32 / 1024),
+    Generation("full-rate Blackwell", 0.70, 0.70, assumed=AS_FULL_RATE),
+    Generation("half-rate Blackwell", 1.0, assumed=AS_HALF_RATE),
+    # MPT-7B on MI250 reached 166 of 362 TFLOP/s (databricks.com/blog/training-llms-scale-amd-mi250-gpus)
+    Generation("CDNA", 0.45, 0.45, assumed="as MPT-7B reached on MI250"),
+    Generation("RDNA", 0.45, 0.45, assumed="as of AMD's MI250"),
 )
 # of a GPU that is described by hand, and of a CPU without records
 UNKNOWN = Generation("unknown", 0.61, 0.61, assumed="the least that any generation reaches")
