@@ -125,9 +125,7 @@ def _architecture_of(options: PlannerOptions) -> Architecture:
     try:
         return read_architecture(options.model, options.model_revision)
     except NotPlannedError as unknown:
-        raise NotPlannedError(
-            f"{unknown} What to rent needs it: name a --gpu, which is planned by dry runs."
-        ) from None
+        raise NotPlannedError(f"{unknown} What to rent needs it: name a --gpu, which is planned by dry runs.") from None
 
 
 def _rows_as_asked(options: PlannerOptions) -> Rows:

@@ -243,7 +243,7 @@ def find_gpu(name: str) -> Gpu:
     different memory. A form such as SXM may be left out: of rows with equal memory the first is meant.
     """
     fitting = _fitting(name)
-    if len({gpu.name.split("GB")[0] for gpu in fitting}) == 1:
+    if len({_words(gpu.name) - _FORMS for gpu in fitting}) == 1:
         return fitting[0]
     if fitting:
         raise BadInputError(f"The GPU {name!r} may be {' or '.join(gpu.name for gpu in fitting)}: name its memory.")
@@ -280,12 +280,14 @@ def _close(name: str) -> list[str]:
     return [names[match] for match in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]
 
 
-def _words(name: str) -> set[str]:
+@cache
+def _words(name: str) -> frozenset[str]:
     """Return the words of a GPU's name: `NVIDIA A100-SXM4-80GB` gives {a100, sxm, 80gb}."""
     text = re.sub(r"[\W_]+", " ", name.lower()).replace("rtx", " ")
     text = re.sub(r"(?<![a-z\d])(\d+) ?g(i?b)?\b", r"\1gb", text)
-    return set(re.sub(r"\bsxm[245]\b", "sxm", text).split()) - _ADDED_OR_LEFT_OUT
+    return frozenset(re.sub(r"\bsxm[245]\b", "sxm", text).split()) - _ADDED_OR_LEFT_OUT
 
 
-def _model_words(gpu: Gpu) -> set[str]:
-    return {word for word in _words(gpu.name) if word not in _FORMS and not re.fullmatch(r"\d+gb", word)}
+@cache
+def _model_words(gpu: Gpu) -> frozenset[str]:
+    return frozenset(word for word in _words(gpu.name) if word not in _FORMS and not re.fullmatch(r"\d+gb", word))

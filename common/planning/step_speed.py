@@ -62,7 +62,7 @@ GENERATIONS = (
     Generation("RDNA", 0.45, 0.45, assumed="as of AMD's MI250"),
 )
 # of a GPU that is described by hand, and of a CPU without records
-UNKNOWN = Generation("unknown", 0.61, 0.61, assumed="the least that any generation reaches")
+UNKNOWN = Generation("unknown", 0.61, 0.61, assumed="the least that any generation of NVIDIA reaches")
 
 
 def generation_of(gpu: Gpu) -> Generation:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from datetime import date
 from itertools import pairwise
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from common.hardware.devices import (
     gpus,
     visible_gpus,
 )
+from common.planning.step_speed import GENERATIONS
 from common.records.store import environment
 
 
@@ -44,7 +46,17 @@ from common.records.store import environment
         ("H100 SXM5 80GiB", "H100 80GB SXM"),
         ("A100-80GB", "A100 80GB SXM"),
         ("A100 PCIe 80GB", "A100 80GB PCIe"),
-        ("A100 PCIe", "A100 80GB PCIe"),
+        ("H100 PCIe", "H100 80GB PCIe"),
+        ("h100 nvl", "H100 NVL 94GB"),
+        ("rtx pro 6000", "RTX PRO 6000 Blackwell Workstation 96GB"),
+        ("RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server 96GB"),
+        ("3060 12gb", "RTX 3060 12GB"),
+        ("RTX 4070 Ti SUPER", "RTX 4070 Ti Super 16GB"),
+        ("5090", "RTX 5090 32GB"),
+        ("b300", "B300 288GB SXM"),
+        ("gb10", "GB10 128GB"),
+        ("AMD Instinct MI300X", "MI300X 192GB"),
+        ("7900 xtx", "RX 7900 XTX 24GB"),
         ("SXM A100 40gb", "A100 40GB SXM"),
         ("v100 32g", "V100 32GB SXM"),
         *((gpu.name, gpu.name) for gpu in CATALOGUE),
@@ -71,15 +83,16 @@ def test_names_as_users_write_them(asked: str, name: str) -> None:
         ("A60000", "'A60000' is not in the catalogue. Did you mean RTX A6000 48GB?"),
         ("RTX A6000 24GB", "'RTX A6000 24GB' is not in the catalogue. Did you mean RTX A6000 48GB?"),
         ("RTX 6000", "is not in the catalogue"),  # three cards bear this name
-        ("H100 PCIe", "is not in the catalogue. Did you mean H100 80GB SXM?"),
-        ("A100 24GB", "Did you mean A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe?"),
-        ("RTX 3090 Ti", "is not in the catalogue. Did you mean RTX 3090 24GB?"),
+        ("H100 40GB", "is not in the catalogue. Did you mean H100 80GB SXM or H100 80GB PCIe?"),
+        ("A100 24GB", "Did you mean A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe or A100 40GB PCIe?"),
+        ("RTX 3095 Ti", "is not in the catalogue. Did you mean RTX 3090 Ti 24GB?"),
+        ("3060", "'3060' may be RTX 3060 8GB or RTX 3060 12GB: name its memory."),
         ("", "The GPU '' is not in the catalogue. It has: RTX A4000 16GB, "),
         ("zzz", "The GPU 'zzz' is not in the catalogue. It has: RTX A4000 16GB, "),
         ("48GB", "is not in the catalogue"),
         ("NVIDIA", "is not in the catalogue"),
-        ("A100", "'A100' may be A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe: name its memory."),
-        ("V100", "'V100' may be V100 16GB SXM or V100 32GB SXM: name its memory."),
+        ("A100", "'A100' may be A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe or A100 40GB PCIe: name its memory."),
+        ("V100", "'V100' may be V100 16GB SXM or V100 32GB SXM or "),
     ],
 )
 def test_unknown_and_ambiguous_names_are_refused(asked: str, said: str) -> None:
@@ -88,20 +101,19 @@ def test_unknown_and_ambiguous_names_are_refused(asked: str, said: str) -> None:
 
 
 NO_ROW = (
-    "Quadro RTX 6000",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-    "NVIDIA A10",
-    "NVIDIA L40",
-    "NVIDIA A100-PCIE-40GB",
     "NVIDIA A100 80GB PCIe MIG 1g.10gb",
-    "NVIDIA H100 PCIe",
-    "NVIDIA H200 NVL",
-    "NVIDIA GeForce RTX 3090 Ti",
     "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 4090 D",
-    "Tesla V100-PCIE-16GB",
+    "NVIDIA GeForce GTX 1080 Ti",
+    "NVIDIA GeForce RTX 3060",  # which has 8 or 12 GB
+    "AMD Radeon Graphics",
     "",
 )
+
+
+# of cards with different memory
+SHARED_NAMES = {
+    name for name, count in Counter(name for gpu in CATALOGUE for name in gpu.reported_as).items() if count > 1
+}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +136,7 @@ NO_ROW = (
         ("NVIDIA GeForce RTX 3090", "RTX 3090 24GB"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090 24GB"),
         *((other, None) for other in NO_ROW),
+        *((reported, gpu.name) for gpu in CATALOGUE for reported in gpu.reported_as if reported not in SHARED_NAMES),
     ],
 )
 def test_devices_by_their_nvml_names(nvml_name: str, name: str | None) -> None:
@@ -158,11 +171,13 @@ def test_rates_are_dense(name: str, precision: str, tflops: float | None) -> Non
 
 def test_rates_fit_together() -> None:
     for gpu in CATALOGUE:
-        rates = gpu.tflops_dense
+        rates, is_amd = gpu.tflops_dense, gpu.generation in ("CDNA", "RDNA")
         assert list(rates) == ["fp32", "tf32", "bf16", "fp16"], gpu.name
-        clock_ghz = rates["fp32"] * 1e3 / (2 * gpu.cuda_cores)  # one multiply-add per core and cycle
-        assert 1.4 < clock_ghz < 2.6, gpu.name
-        assert rates["fp16"] <= 16.2 * rates["fp32"], gpu.name
+        clock_ghz = rates["fp32"] * 1e3 / (2 * gpu.cuda_cores)  # one multiply-add per core and cycle; of some AMD two
+        assert any(1.2 <= clock_ghz / each < 3.2 for each in ((1, 2) if is_amd else (1,))), gpu.name
+        assert rates["fp16"] <= (31.2 if gpu.generation == "Blackwell" else 16.2) * rates["fp32"], gpu.name
+        if is_amd:
+            continue
         # the tolerance catches one sparse figure of the two
         halves = [None] * 2 if rates["bf16"] is None else [rates["fp16"], pytest.approx(rates["fp16"] / 2, rel=0.012)]
         assert [rates["bf16"], rates["tf32"]] == halves, gpu.name
@@ -171,18 +186,17 @@ def test_rates_fit_together() -> None:
 def test_memory_is_a_little_below_the_name() -> None:
     for gpu in CATALOGUE:
         named = int(re.search(r"(\d+)GB", gpu.name)[1])
-        assert 0.9 * named < gpu.memory_gib < named, gpu.name
+        # an MI300A gives its GPU three quarters of what it shares with its CPU
+        assert (0.74 if gpu.name.startswith("MI300A") else 0.9) * named < gpu.memory_gib < named, gpu.name
 
 
-def test_every_row_has_its_sources() -> None:
+def test_the_cards_that_people_train_on_are_there_with_their_sources() -> None:
+    assert len(CATALOGUE) >= 60
+    known = {each.name for each in GENERATIONS}
     for gpu in CATALOGUE:
         assert gpu.source.startswith("https://"), gpu.name
         assert gpu.nvlink_gb_per_s is not None or not gpu.nvlink_bridge, gpu.name
-        price = (gpu.usd_per_hour, gpu.price_date, gpu.price_source)
-        if any(part is not None for part in price):
-            assert 0.1 < gpu.usd_per_hour < 10, gpu.name
-            assert date(2026, 1, 1) <= date.fromisoformat((gpu.price_date + "-01")[:10]), gpu.name
-            assert "https://" in gpu.price_source, gpu.name
+        assert gpu.generation in known, gpu.name
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)

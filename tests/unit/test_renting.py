@@ -58,12 +58,15 @@ def found() -> list[Rental]:
 def test_nothing_on_the_frontier_is_beaten_and_all_of_it_fits(found: list[Rental]) -> None:
     best = frontier(found)
     for cheaper, faster in pairwise(best):
-        assert cheaper.most_usd <= faster.most_usd and cheaper.most_hours > faster.most_hours
+        assert cheaper.most_usd <= faster.most_usd
+        assert cheaper.most_hours > faster.most_hours
     for rental in best:
-        assert rental.plan.fits and rental.plan.job.evaluation.rows > 1
-    for rental in found:
-        # a plan with all its phases may take longer than was estimated with the most rows at once
-        assert any(each.usd <= 1.1 * rental.usd and each.hours <= 1.1 * rental.hours for each in best), rental.said
+        assert rental.plan.fits
+        assert rental.plan.job.evaluation.rows > 1
+    whole = [rental for rental in found if rental.plan.with_rows_chosen().fits][:200]
+    for rental in whole:  # with all its phases a plan may take longer than was estimated with the most rows at once
+        usd, hours = 1.1 * rental.most_usd, 1.1 * rental.most_hours
+        assert any(each.most_usd <= usd and each.most_hours <= hours for each in best), rental.said
 
 
 def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> None:
@@ -120,9 +123,7 @@ def test_an_interruption_loses_half_of_what_lies_between_checkpoints_and_loading
     assert rental.interruption_s(15.0) == 7.5 * 60 + rental.phases.loading_s
 
 
-@pytest.mark.parametrize(
-    ("deadline", "hours"), [("6h", 6.0), ("90m", 1.5), ("2d", 48.0), ("0.5h", 0.5)]
-)
+@pytest.mark.parametrize(("deadline", "hours"), [("6h", 6.0), ("90m", 1.5), ("2d", 48.0), ("0.5h", 0.5)])
 def test_deadlines_as_users_write_them(deadline: str, hours: float) -> None:
     assert hours_until(deadline) == hours
 
@@ -138,13 +139,18 @@ def test_the_answer_is_a_frontier_a_choice_and_its_command(asked: Asked, tmp_pat
     code, out, _ = asked(*question, "--picture", picture)
     assert code == 0
     assert picture.stat().st_size > 1_000
-    assert "Run: make run FOLDER=" in out and "--num_train_epochs" in out
+    assert "Run: make run FOLDER=" in out
+    assert "--num_train_epochs" in out
     assert all(len(line) <= 120 for line in out.splitlines() if line.startswith(("│", "╭")))
     code, out, _ = asked(*question, "--json")
     answer = json.loads(out)
     best = answer["recommended"]
-    assert code == 0 and answer["figures"] == "projected" and best in answer["frontier"]
-    assert best["most_usd"] <= 50 and best["most_hours"] <= 12 and best["safe_gib"] <= best["capacity_gib"]
+    assert code == 0
+    assert answer["figures"] == "projected"
+    assert best in answer["frontier"]
+    assert best["most_usd"] <= 50
+    assert best["most_hours"] <= 12
+    assert best["safe_gib"] <= best["capacity_gib"]
     assert answer["run"].startswith("make run FOLDER=")
 
 
@@ -154,7 +160,8 @@ def test_rows_are_counted_and_measured(asked: Asked, tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     code, out, _ = asked("--model", "assets/embedded_base", "--data", file, "--json")
     answer = json.loads(out)
-    assert code == 0 and answer["rows"] == 160  # a tenth each is held out, to choose by and to report on
+    assert code == 0
+    assert answer["rows"] == 160
     assert 5 < answer["mean_length"] < 100
     assert f"--data {file}" in answer["run"]
     code, out, _ = asked("--model", "qwen2.5-7b", "--data", file, "--json")
@@ -190,7 +197,8 @@ def test_what_cannot_be_is_said_in_one_sentence(question: str, code: int, said: 
 def test_a_model_without_a_closed_form_is_refused(tmp_path: Path, asked: Asked) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "rwkv", "hidden_size": 64}', encoding="utf-8")
     code, _, error = asked("--model", tmp_path, "--gpu", "any")
-    assert code == 2 and "What to rent needs it" in error
+    assert code == 2
+    assert "What to rent needs it" in error
 
 
 PRICES = """
