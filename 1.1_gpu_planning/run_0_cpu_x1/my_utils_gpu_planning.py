@@ -11,14 +11,15 @@ from matplotlib.figure import Figure
 
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_options import cluster_of, evaluation_of, job_of, read_options
-from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
+from common.checks.planner_options import PlannerOptions, cluster_of, evaluation_of, job_of, read_options
+from common.hardware.devices import GIB, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Precision, architecture_of_run, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.plan_texts import why
 from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan, plan_run
 from common.planning.ranking import ranked_plans, usual_precision, with_longest_rows
+from common.planning.renting import Rental, Training, hours_text
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link
@@ -36,6 +37,10 @@ COLORS = dict(
         ("C0", "C1", "C2", "C4", "C9", "C5", "C7", "C0", "C1", "C2", "C8", "C6", "C0", "C3", "C1", "C2"),
         strict=True,
     )
+)
+MUCH_USED = (
+    *("RTX 3060 12GB", "RTX 3090", "RTX 4060 Ti 16GB", "RTX 4090", "RTX 5090", "RTX A4000", "RTX A6000", "T4"),
+    *("V100 32GB", "L4", "L40S", "A10G", "A100 40GB", "A100 80GB", "RTX PRO 6000", "H100", "H200", "B200"),
 )
 # of a legend: beside the picture
 BESIDE: dict[str, Any] = {"bbox_to_anchor": (1.0, 1.0), "loc": "upper left", "frameon": False}
@@ -154,9 +159,9 @@ def memory_by_length(question: Question, parallel: str, lengths: Iterable[int]) 
 
 
 def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
-    """Return the rows that fit on one GPU of each kind in the catalogue, checkpointed; 0 = not even one."""
+    """Return the rows that fit on one GPU of each kind that is much used, checkpointed; 0 = not even one."""
     rows = {}
-    for gpu in CATALOGUE:
+    for gpu in map(find_gpu, MUCH_USED):
         question = ask(model, gpu.name, 1, 1, seq_len)
         rows[gpu.name] = {
             WORDS[technique]: question.plan(technique, gradient_checkpointing=True).max_batch_size
@@ -235,6 +240,32 @@ def bills(one_machine: Question, spread: Question, technique: str, parallel: str
     alone = usd(one_machine)
     clusters = {gbit: replace(spread.cluster, link=ethernet(gbit)) for gbit in gbits}
     return pd.Series({gbit: usd(replace(spread, cluster=cluster)) / alone for gbit, cluster in clusters.items()})
+
+
+# -- what to rent
+
+
+def training_to_rent(
+    model: str, rows: int, mean_length: int, longest: int, epochs: float, rows_per_step: int, techniques: Sequence[str]
+) -> Training:
+    """Return the question what to rent for so many examples, as the command line asks it."""
+    options = PlannerOptions(model=model, max_length=longest)
+    architecture = read_architecture(model)
+    job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
+    job = replace(job, batch=replace(job.batch, padded=mean_length < longest))
+    return Training(architecture, job, mean_length, round(rows * epochs), rows_per_step, tuple(techniques))
+
+
+def rental_table(found: Sequence[Rental]) -> pd.DataFrame:
+    """Return a row for each machine."""
+    return pd.DataFrame({
+        "machine": each.machine,
+        "way": each.plan.name,
+        "provider": f"{each.price.provider}{', spot' * each.is_spot}",
+        "USD per hour": round(each.usd_per_hour, 2),
+        "likely": f"{hours_text(each.hours)}, {each.usd:.2f} USD",
+        "at most": f"{hours_text(each.most_hours)}, {each.most_usd:.2f} USD",
+    } for each in found)  # fmt: skip
 
 
 # -- dry run and records

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from bench.tables.table import (
@@ -25,6 +24,8 @@ from bench.tables.table import (
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
+from common.hardware.prices import SPOT
+from common.planning.renting import hours_text
 from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import (
@@ -58,13 +59,6 @@ SCALED = (*WHAT, *TIMES, "speedup", "ceiling", *WHERE, "reporting", *MEMORY)
 def milliseconds(seconds: float) -> str:
     """Return `57 ms`."""
     return f"{seconds * 1e3:.0f} ms"
-
-
-def _fits(plan: Row) -> str:
-    if all(device["fits"] for device in plan["per_device"]):
-        return "yes"
-    likely_gib = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
-    return "tight" if likely_gib <= plan["per_device"][0]["capacity_gib"] else "no"
 
 
 def _epochs(row: Row) -> str:
@@ -138,6 +132,10 @@ def _front_runs(records: list[Record]) -> list[Row]:
     return list({(row["run_folder"], row["run_name"], _what(row)): row for row in rows}.values())
 
 
+# whose answer the README shows
+RENT_QUESTION = "--gpu any --model qwen2.5-7b --rows-per-epoch 10000 --seq-len 1024 --num-train-epochs 3"
+
+
 def planner_says(question: str) -> str:
     """Return what the planner prints for the options of a question."""
     said = io.StringIO()
@@ -146,12 +144,9 @@ def planner_says(question: str) -> str:
     return said.getvalue()
 
 
-def _plans_on_two_cards(_: list[Record]) -> list[Row]:
-    """Return the plans for two cards of 24 GB with three parallelisms that are likely to fit, and the next plan."""
-    question = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024 --json"
-    ranked = json.loads(planner_says(question))["ranked"]
-    fit = list(takewhile(lambda plan: _fits(plan) != "no", ranked))
-    return [*(plan for plan in fit if plan["parallel"] in ("ddp", "fsdp", "mp")), ranked[len(fit)]]
+def _machines_to_rent(_: list[Record]) -> list[Row]:
+    """Return the frontier of dollars against hours."""
+    return json.loads(planner_says(f"{RENT_QUESTION} --json"))["frontier"]
 
 
 TABLES = {
@@ -167,27 +162,20 @@ TABLES = {
             "facts",
         ),
     ),
-    "two-cards": Table(
-        _plans_on_two_cards,
+    "rent": Table(
+        _machines_to_rent,
         (
+            Column("Machine", lambda each: f"{each['gpus']} x {each['gpu']}"),
             Column(
                 "Strategy",
-                lambda plan: (
-                    f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
-                    + (", checkpointed" if plan["gradient_checkpointing"] else "")
+                lambda each: (
+                    f"{TECHNIQUES[each['technique']].short}, {PARALLELISMS[each['parallel']].label}"
+                    + ", checkpointed" * each["gradient_checkpointing"]
                 ),
             ),
-            Column("Fits", _fits),
-            Column(
-                "GiB per GPU",
-                lambda plan: (
-                    f"{max(device['phases_gib'][plan['highest_phase']] for device in plan['per_device']):.1f}"
-                    f" of {plan['per_device'][0]['capacity_gib']:.1f}"
-                ),
-            ),
-            Column("Largest batch", "max_batch_size"),
-            Column("Tokens/s", "tokens_per_s", "{:,.0f}"),
-            Column("USD per epoch", "cost_usd_per_epoch", "{:.2f}"),
+            Column("Provider", lambda each: each["provider"] + ", spot" * (each["kind"] == SPOT)),
+            Column("Time", lambda each: f"{hours_text(each['likely_hours'])} to {hours_text(each['most_hours'])}"),
+            Column("USD", lambda each: f"{each['likely_usd']:.2f} to {each['most_usd']:.2f}"),
         ),
     ),
     "master": Table(

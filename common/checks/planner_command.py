@@ -42,12 +42,13 @@ PIPELINES = (
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    options = read_options()
-    sys.exit(rent_answer(options) if options.asks_what_to_rent else answer(options))
+    sys.exit(answer(read_options()))
 
 
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
+    if options.asks_what_to_rent:
+        return rent_answer(options)
     cluster, job = cluster_of(options), job_of(options)
     is_longest = isinstance(options.max_length, Tokens)
     try:

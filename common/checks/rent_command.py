@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.base.errors import BadInputError, NotPlannedError
 from common.base.inert import matplotlib_text
@@ -25,6 +25,9 @@ from common.planning.published_rates import evidence
 from common.planning.renting import COUNTS, PARALLELS, Rental, Training, chosen, frontier, hours_text, rentals
 from common.planning.time_plan import calibration_from
 from common.records.store import kept_records
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BYTES_PER_TOKEN = 4  # of English text (platform.openai.com/tokenizer), where the model's own tokenizer is not here
 TEMPLATE_TOKENS = 8  # that a chat template writes around a message: ChatML's five, and some
@@ -284,24 +287,28 @@ def _as_json(rental: Rental) -> dict[str, Any]:
     }
 
 
-def _draw(best: Sequence[Rental], choice: Rental | None, file: str) -> None:
-    """Write the picture of the frontier, with the recommended machine marked."""
+def plot_frontier(best: Sequence[Rental], choice: Rental | None) -> "Figure":
+    """Draw dollars against hours of the frontier, with the recommended machine marked."""
     import matplotlib.pyplot as plt  # here: it takes a second
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogLocator
 
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     axes.step([each.most_hours for each in best], [each.most_usd for each in best], where="pre", color="0.8")
     for each in best:
-        is_chosen = each is choice
-        notes = ("recommended" if is_chosen else "", each.price.kind if each.is_spot else "")
-        note = f" ({', '.join(filter(None, notes))})" if any(notes) else ""
-        label = matplotlib_text(f"{each.machine}, {each.plan.name}{note}")
-        mark, size = ("*", 14) if is_chosen else ("o", 6)
+        notes = ", spot" * each.is_spot + " (recommended)" * (each is choice)
+        mark, size = ("*", 14) if each is choice else ("o", 6)
+        label = matplotlib_text(f"{each.machine}, {each.plan.name}{notes}")
         axes.plot(each.most_hours, each.most_usd, mark, markersize=size, label=label)
     axes.set(xscale="log", xlabel="hours, at most", ylabel="USD, at most", ylim=(0, None))
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _draw(best: Sequence[Rental], choice: Rental | None, file: str) -> None:
     try:
-        figure.savefig(file, dpi=120)
+        plot_frontier(best, choice).savefig(file, dpi=120)
     except (OSError, ValueError) as error:
         raise BadInputError(f"--picture {file} cannot be written ({error}): name a .png or .svg file here.") from None

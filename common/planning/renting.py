@@ -19,6 +19,7 @@ from common.planning.shares import trained_parameters, whole_model
 from common.planning.time_plan import SECONDS_PER_HOUR, Calibration, Cluster
 
 COUNTS = (1, 2, 4, 8)  # GPUs of one machine
+WORTH_IT = 0.95  # a dearer machine is named where it takes at most this share of the time of all cheaper ones
 # ways that a rented machine is planned with: those that divide rows, which are the fastest where they fit
 PARALLELS = ("single", "ddp", "fsdp")
 
@@ -199,7 +200,7 @@ def frontier(found: Iterable[Rental]) -> list[Rental]:
     while True:
         best: list[Rental] = []
         for rental in sorted(left, key=lambda each: (each.most_usd, each.most_hours)):
-            if not best or rental.most_hours < best[-1].most_hours:
+            if not best or rental.most_hours < WORTH_IT * best[-1].most_hours:
                 best.append(rental)
         if not (new := {id(each.plan): each.plan for each in best if id(each.plan) not in whole}):
             return best

@@ -134,3 +134,15 @@ def test_the_readme_shows_what_its_command_answers(capsys: pytest.CaptureFixture
     usual, pure = (json.loads(each)["ranked"] for each in said[1:])
     assert (usual[0]["technique"], pure[0]["technique"]) == ("lora", "full")
     assert not any(entry["per_device"][0]["fits"] for entry in usual if entry["technique"] == "full")
+
+
+def test_the_bills_and_the_frontier_are_the_planners(tmp_path: Path) -> None:
+    asked = {"model": "llama-3.2-1b", "rows": 5_000, "mean_length": 300, "longest": 600, "techniques": ["full", "lora"]}
+    notebook = executed("what_should_i_rent", tmp_path, **asked)
+    hours = 4 * 1_235_814_400 * 5_000 * 3 * 300 / (0.61 * 989.4e12) / 3600
+    assert f"H100 80GB SXM          3.99 {hours:6.2f}" in shown(notebook)
+    (unbeaten,) = re.findall(r"machines and ways fit, (\d+) are not beaten", shown(notebook))
+    machines = re.findall(r"<td>(\d x [^<]+)</td>", outputs_of(notebook, "text/html")[-1])
+    assert 0 < len(machines) <= int(unbeaten) + 3  # what does not fit in another phase makes room for others
+    assert re.search(r"an interruption costs \d+ minutes and [\d.]+ USD", shown(notebook))
+    assert pictures(notebook) == 2

@@ -70,7 +70,14 @@ def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:
     return step_time(architecture, job, Cluster((gpu,)), [share], [speed]).total_s
 
 
-@pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
+def extremes() -> list[Gpu]:
+    """Of each generation, the GPUs with most and least memory bandwidth for their arithmetic."""
+    by_ratio = sorted(CATALOGUE, key=lambda gpu: gpu.memory_bandwidth_gb_per_s / gpu.tflops_dense["fp16"])
+    ends = [{gpu.generation: gpu for gpu in order} for order in (by_ratio, by_ratio[::-1])]
+    return list({gpu.name: gpu for end in ends for gpu in end.values()}.values())
+
+
+@pytest.mark.parametrize("gpu", extremes(), ids=lambda gpu: gpu.name)
 def test_lora_is_never_slower_than_full_fine_tuning_of_the_same_rows(gpu: Gpu) -> None:
     precision = "bf16" if gpu.tflops_dense["bf16"] else "fp16-mixed"
     assert len(FROM_1B) >= 5
