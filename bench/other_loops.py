@@ -1,12 +1,12 @@
 """A step's memory in training loops of other people, whose peaks were published: what they hold and ours does not."""
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.planning.architectures import Architecture, Linear, Stack
 from common.planning.job import Job
 from common.planning.layer_activations import LayerActivations
-from common.planning.memory_plan import DeviceSums, Moment
+from common.planning.memory_plan import DeviceSums, Moment, between
 from common.planning.shares import Share
 from common.planning.terms import Kind, Term, activations, numbers, times_each
 
@@ -27,6 +27,7 @@ class OtherJob(Job):
             `_register_post_backward_reshard_only_hook`).
         chunk_rows: Tokens of a chunk of the loss; 0 = as `logit_bytes` says.
         has_reference_adapter: A second adapter, which is not trained, is on the device.
+        holds_logits: The loop holds the model's output, and with it all logits, until the step has ended.
     """
 
     logit_bytes: int = 0
@@ -36,6 +37,7 @@ class OtherJob(Job):
     first_fsdp: bool = False
     chunk_rows: int = 0
     has_reference_adapter: bool = False
+    holds_logits: bool = False
 
     def __post_init__(self) -> None:
         """Take any settings: ZeRO also runs on one GPU, and with ranks that share rows."""
@@ -55,6 +57,15 @@ class OtherJob(Job):
         """Bytes of a weight of a quantized base's embeddings, norms and head."""
         return self.weight_bytes if self.has_16_bit_embeddings else 4
 
+    @property
+    def has_wide_layers(self) -> bool:
+        """Whether layers compute in fp32 all but their matrix products.
+
+        bitsandbytes' `Linear4bit.forward` casts each result to the format of its input, which without autocast is that
+        of the embeddings and norms.
+        """
+        return self.method.quantizes and self.end_bytes == 4 and not self.is_under_autocast
+
 
 class OtherLayer(LayerActivations):
     """The terms of a layer in another loop."""
@@ -67,7 +78,7 @@ class OtherLayer(LayerActivations):
         return [*times_each(terms[:1], times, ""), *terms[1:]]
 
     def _has_wide_input(self, linear: Linear) -> bool:
-        return not self.job.has_16_bit_adapters
+        return self.job.trained_bytes > self.job.arithmetic_bytes
 
     def adapter_casts(self, stack: Stack) -> list[Term]:
         """Return what only a forward pass with adapters holds: any input's copy in fp32, and what dropout makes of it.
@@ -88,7 +99,8 @@ class OtherSums(DeviceSums):
 
     def __init__(self, architecture: Architecture, job: OtherJob, share: Share) -> None:
         super().__init__(architecture, job, share)
-        self.layer = OtherLayer(architecture, job, self.batch, self.hidden_bytes)
+        of_layer = replace(job, precision="fp32") if job.has_wide_layers else job
+        self.layer = OtherLayer(architecture, of_layer, self.batch, self.hidden_bytes)
         self.saved_of_layer = self.layer.saved
         self.chunks_loss = not job.has_all_logits
         self.positions_at_once = min(self.positions, job.chunk_rows) or self.positions_at_once
@@ -105,7 +117,13 @@ class OtherSums(DeviceSums):
 
     def _lasting(self) -> list[tuple[list[Term], Container[Moment]]]:
         gradients = times_each(self.layers_saved() * self.keeps_inputs, 1, "gradients: ")
-        return [*super()._lasting(), (gradients, [Moment.FIRST_LAYER_BACKWARD])]
+        each = self.job.end_bytes if self.job.method.quantizes else self.job.arithmetic_bytes
+        held = self._logits("logits that the loop still holds", f"P V {each}", each * self.job.holds_logits)
+        return [
+            *super()._lasting(),
+            (gradients, [Moment.FIRST_LAYER_BACKWARD]),
+            ([held], between(Moment.HEAD_BACKWARD, Moment.OPTIMIZER_STEP)),  # `logit_bytes` has them in the loss
+        ]
 
     def _loss(self) -> list[Term]:
         each, in_chunks, (logits, *others) = self.job.logit_bytes, self.chunks_loss, super()._loss()

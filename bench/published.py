@@ -109,7 +109,7 @@ class Point:
         """The plan of one device."""
         memory = OtherSums(self.architecture, self.job, whole_model(self.architecture)).highest()
         spread_share = WHOLE_LOGITS_SPREAD_SHARE if self.job.has_all_logits else SPREAD_SHARE
-        return with_overhead(self.architecture, self.job, self.gpu, memory, spread_share)
+        return with_overhead(self.job, self.gpu, memory, spread_share)
 
     def planned_gib(self, kind: Kind) -> float:
         """Return what a kind of figure is likely to be, in GiB."""

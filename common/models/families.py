@@ -2,28 +2,35 @@
 
 import math
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY, is_embedded
-from common.base.run_config import RunConfig
+from common.base.run_config import RunConfig, is_expression
 from common.base.run_folders import lora_of
 from common.base.settings import BY_MODEL
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
-from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, layers_called, with_trained_weights
+from common.models.trained_weights import (
+    add_lora,
+    has_fused_experts,
+    idle_weights,
+    language_part,
+    layers_called,
+    with_trained_weights,
+)
 from common.planning.architectures import check_shares_heads, is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
+LEAST_REACHED_SHARE = 0.5  # of the layers, by adapters
 Changes = tuple[dict[str, object], str]  # settings, and why they are others
 
 
@@ -73,15 +80,47 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
-    if not run.method.has_adapters or run.target_modules != recipe_targets(run):
+    if not run.method.has_adapters or run.target_modules == "all-linear" or is_expression(run.target_modules):
         return {}, ""
-    with suppress(BadInputError):  # of names that no layer has
-        layers_called(model_without_weights(run), run.target_modules, with_head=True)
-        return {}, ""
+    is_asked_for, model = run.target_modules != recipe_targets(run), model_without_weights(run)
+    try:
+        layers_called(model, run.target_modules, with_head=True)
+    except BadInputError:  # of names that no layer has
+        if is_asked_for:
+            return {}, ""  # `check_targets` refuses them
+    else:
+        return _reaching(run, model, is_asked_for)
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
     targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
     lacks = f"no layer of the kind {config.model_type} is called {run.target_modules}"
     return {"target_modules": targets}, f"{lacks}: adapters are on {targets} (--target_modules takes other names)"
+
+
+def _reaching(run: RunConfig, model: PreTrainedModel, is_asked_for: bool) -> Changes:
+    """Refuse names that leave most layers without an adapter, as in hybrids whose layers differ; else say how many.
+
+    Of names that were not asked for, adapters are on all linear layers instead.
+    """
+    linears, part = layers_called(model, "all-linear"), language_part(model)
+    adapted = layers_called(model, run.target_modules, with_head=True)
+    names_of: dict[str, set[str]] = {}  # of each layer's linear ones
+    for layer, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and layer.startswith(part):
+            names_of[layer] = {name.rpartition(".")[2] for name in linears if name.startswith(f"{layer}.")}
+    missed = {layer for layer in names_of if not any(name.startswith(f"{layer}.") for name in adapted)}
+    if not missed:
+        return {}, ""
+    reached = len(names_of) - len(missed)
+    in_missed, in_others = (
+        set().union(*(names_of[layer] for layer in layers)) for layers in (missed, names_of.keys() - missed)
+    )
+    reaches = f"target_modules {run.target_modules} reaches {reached} of {len(names_of)} layers"
+    others = f"those of the rest are called {', '.join(sorted(in_missed - in_others or in_missed))}"
+    if reached >= LEAST_REACHED_SHARE * len(names_of):
+        return {}, f"{reaches}; {others}"
+    if is_asked_for:
+        raise BadInputError(f"Of {run.model} {reaches}: add some ({others}), or pass --target_modules all-linear.")
+    return {"target_modules": "all-linear"}, f"{reaches}: adapters are on all linear layers ({others})"
 
 
 def _dropout(run: RunConfig, config: PretrainedConfig) -> Changes:

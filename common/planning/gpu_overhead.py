@@ -7,7 +7,7 @@ from common.hardware.devices import CPU_DEVICE, GIB, Gpu
 from common.planning.architectures import Architecture
 from common.planning.job import Job
 from common.planning.memory_plan import device_memory
-from common.planning.shares import Share, part_of_rank
+from common.planning.shares import Share
 from common.planning.step_speed import generation_of
 from common.planning.terms import DeviceMemory, Kind, Term, size_of
 
@@ -18,9 +18,6 @@ CONTEXT_GIB = 0.3
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
 PASSING_PARTS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.GRADIENTS)
-# per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_memory.json)
-# have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
-EAGER_SCORE_BYTES = 4
 # with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
 # of `nvidia-smi` (`published_memory.CALIBRATION`)
 RANKS_GIB = 2.0
@@ -41,18 +38,15 @@ GAP_SHARE = 0.06
 SPREAD_SHARE = 0.12
 
 
-def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
+def overhead_terms(job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """Return what a GPU needs besides the step's tensors."""
     workspace_gib = generation_of(gpu).workspace_gib
     gaps = GAP_SHARE * _passing_bytes(memory)
-    length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
-    scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
-    is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
+    has_ranks = job.devices > 1 and not job.parallelism.layers_in_turn
     rows_of_terms = (
         (True, CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
         (True, "cuBLAS workspace", f"{workspace_gib * 1024:.0f} MiB", workspace_gib * GIB),
         (True, "gaps between blocks", f"{GAP_SHARE:.0%} of temporary memory", gaps),
-        (is_eager, "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores),
         (has_ranks, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB),
     )
     terms = [Term(Kind.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
@@ -85,13 +79,11 @@ def _passing_bytes(memory: DeviceMemory) -> float:
     return _blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
 
 
-def with_overhead(
-    architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory, spread_share: float = SPREAD_SHARE
-) -> DeviceMemory:
+def with_overhead(job: Job, gpu: Gpu, memory: DeviceMemory, spread_share: float = SPREAD_SHARE) -> DeviceMemory:
     """Return the memory with the device's own needs, the likely ones and their spread."""
     if gpu.name == CPU_DEVICE:
         return replace(memory, terms=(*memory.terms, *_process_terms(job, gpu.process_gib)))
-    overhead = overhead_terms(architecture, job, gpu, memory)
+    overhead = overhead_terms(job, gpu, memory)
     given_back = _blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     spread = given_back + spread_share * _passing_bytes(memory)
     return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
@@ -105,7 +97,7 @@ def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu
 @lru_cache(maxsize=10_000)
 def memory_of_step(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """Return the same of a job without an evaluation; it is kept."""
-    return with_overhead(architecture, job, gpu, _without_overhead(architecture, job, share))
+    return with_overhead(job, gpu, _without_overhead(architecture, job, share))
 
 
 # of every card the same, which the question what to rent asks of all

@@ -8,6 +8,12 @@ from common.planning.architectures import Architecture, Block, Linear, Stack, St
 from common.planning.job import BatchShape, Job
 from common.planning.terms import Kind, Term, activations, numbers, size_of, times_each
 
+# bytes per attention score that softmax's backward kernel takes on CUDA and not on a CPU: the product of result and
+# gradient, in fp32; where it reads fp16 it writes half as many (aten/src/ATen/native/cuda/SoftMax.cu:
+# `softmax_backward_cuda_out`)
+SOFTMAX_TEMPORARY_BYTES = 4
+SOFTMAX_FP16_BYTES = -2
+
 
 @dataclass(frozen=True)
 class LayerActivations:
@@ -227,8 +233,11 @@ class LayerActivations:
     def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
         """Return the gradients of the attention scores, of the eager attention.
 
-        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
+        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes, and
+        what CUDA's kernel takes.
         """
+        if not self.job.cpu_operations:
+            each += SOFTMAX_TEMPORARY_BYTES + SOFTMAX_FP16_BYTES * self.job.precision.startswith("fp16")
         pairs = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.batch.sequences
         size = each * pairs * self.architecture.heads * (self.job.attention == "eager")
         return [activations("gradients of the attention scores", f"B heads S S {each}", size)]

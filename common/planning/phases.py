@@ -99,7 +99,7 @@ class PhaseSums:
             ]
             module = numbers(Kind.WEIGHTS, "a module before it is divided", last, each)
             moments += [("the last module, whole", [*there, module]), ("the embeddings, whole", first)]
-        return self._phase("loading", "trained model", *moments, attends=False)
+        return self._phase("loading", "trained model", *moments)
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
@@ -130,7 +130,7 @@ class PhaseSums:
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, or copied to the host, tensor by tensor."""
         moment = ("a checkpoint is written", self._trained.between_steps)
-        return self._phase("saving", "trained model, optimizer", moment, attends=False)
+        return self._phase("saving", "trained model, optimizer", moment)
 
     def merging(self) -> Phase:
         """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
@@ -221,12 +221,11 @@ class PhaseSums:
             all_moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
         return self._phase(name, alive, *all_moments)
 
-    def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]], attends: bool = True) -> Phase:
-        """Return the phase at its highest moment; where nothing `attends`, eager attention needs nothing."""
+    def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
+        """Return the phase at its highest moment."""
         moment, terms = max(moments, key=lambda each: size_of(each[1]))
         memory = DeviceMemory(moment, tuple(term for term in terms if term.count))
-        job = self.job if attends else replace(self.job, attention="sdpa")
-        return Phase(name, alive, with_overhead(self.architecture, job, self.gpu, memory))
+        return Phase(name, alive, with_overhead(self.job, self.gpu, memory))
 
     # -- models
 

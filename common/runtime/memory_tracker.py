@@ -126,9 +126,10 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 def like_cuda() -> AbstractContextManager:
     """Have a CPU choose the operations that a GPU would.
 
-    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms and softmax in fp32.
+    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms and softmax in fp32;
+    softmax's backward kernel makes a temporary.
     """
-    layer_norm, softmax, attention = functional.layer_norm, functional.softmax, functional.scaled_dot_product_attention
+    layer_norm, attention = functional.layer_norm, functional.scaled_dot_product_attention
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -138,8 +139,30 @@ def like_cuda() -> AbstractContextManager:
         dropout=dropout,
         scaled_dot_product_attention=lambda *args, **kwargs: attention(*args, **{**kwargs, "dropout_p": 0.0}),
         layer_norm=_in_fp32_under_autocast(layer_norm),
-        softmax=_in_fp32_under_autocast(softmax),
+        softmax=_in_fp32_under_autocast(_softmax),
     )
+
+
+def _softmax(input: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _SoftmaxOfCuda.apply(input if dtype is None else input.to(dtype), dim)
+
+
+class _SoftmaxOfCuda(torch.autograd.Function):
+    """Softmax whose backward pass makes `grad * output`, too, as CUDA's (ATen/native/cuda/SoftMax.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, dim: int) -> torch.Tensor:
+        result, ctx.dim = torch.softmax(input, dim), dim
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (result,) = ctx.saved_tensors
+        temporary = gradient * result  # there beside what follows
+        of_input = torch._softmax_backward_data(gradient, result, ctx.dim, result.dtype)
+        del temporary
+        return of_input, None
 
 
 def _in_fp32_under_autocast(function: Callable) -> Callable:

@@ -14,15 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from common.checks.fake_steps import fake_group
-from common.hardware.devices import GIB, find_gpu
+from common.hardware.devices import GIB
 from common.models.trained_weights import leave_casts_to_autocast
 from common.planning.architectures import Architecture, as_classifier, read_architecture
-from common.planning.gpu_overhead import overhead_terms
 from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job
 from common.planning.memory_plan import DeviceSums, device_memory
 from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.shares import Share, part_of_rank, trained_parameters, whole_model
-from common.planning.terms import PARTS, DeviceMemory
+from common.planning.terms import PARTS
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from common.training.tensor_parallel import split_by_plan
@@ -451,14 +450,13 @@ def test_tensor_parallel_divides_layers_and_leaves_hidden_states_whole() -> None
             term.what.removeprefix("24 x "): term.count
             for term in (
                 *device_memory(architecture, job, whole).terms,
-                *overhead_terms(architecture, job, find_gpu("a6000"), DeviceMemory("", ())),
+                *DeviceSums(part_of_rank(architecture, job), job, whole).layer.backward(architecture.stacks[0]),
             )
         }
         for job in (one, four)
     )
-    (eager,) = [what for what in alone if "eager attention" in what]
     divided = ("queries, keys, values", "result of attention", "attention scores", "dropout of the scores",
-               "MLP before and after its activation", eager)  # fmt: skip
+               "MLP before and after its activation", "gradients of the attention scores")  # fmt: skip
     same = ("inputs of the layer norms", "inputs of the projections", "dropout masks")
     expected = {**dict.fromkeys(divided, 4), **dict.fromkeys(same, 1)}
     assert {what: alone[what] / shared[what] for what in expected} == expected

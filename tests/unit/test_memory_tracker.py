@@ -1,6 +1,7 @@
 """What the tracker counts of tensors whose memory comes and goes without an operation."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from common.runtime.memory_tracker import MemoryTracker
+from common.runtime.memory_tracker import MemoryTracker, like_cuda
 from tests.recipes.held import live_objects
 
 
@@ -29,6 +30,21 @@ def test_a_storage_that_is_resized_counts_as_large_as_it_is() -> None:
         assert counted.live["weights"] == 4000
     held.untyped_storage().resize_(0)  # no longer watched
     assert counted.live["weights"] == 4000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_softmax_s_backward_kernel_on_cuda_makes_a_temporary(dtype: torch.dtype) -> None:
+    """Beside the result and the gradient of the scores, all in fp32 (ATen/native/cuda/SoftMax.cu)."""
+    of_result, gradients = torch.randn(4, 16), []
+    for context in (nullcontext(), like_cuda()):
+        scores = torch.linspace(-1, 1, 64).view(4, 16).to(dtype).requires_grad_()
+        with context, tracker() as counted:
+            result = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.float32)
+            counted.enter("backward")
+            result.backward(of_result)
+        gradients.append(scores.grad)
+    assert sum(counted.timeline["backward"].values()) == 3 * 4 * scores.numel()
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.fixture

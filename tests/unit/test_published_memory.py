@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.other_loops import OtherSums
 from bench.published import (
     CALIBRATION,
     KINDS,
@@ -26,7 +27,9 @@ from bench.published import (
 from common.planning import gpu_overhead
 from common.planning.gpu_overhead import memory_of_step
 from common.planning.job import BatchShape
-from common.planning.terms import Kind
+from common.planning.memory_plan import Moment
+from common.planning.shares import whole_model
+from common.planning.terms import Kind, size_of
 
 
 def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> None:
@@ -83,12 +86,37 @@ def test_allocated_memory_has_no_fitted_constant_and_is_within_3_percent() -> No
     assert errors["worst"] <= 0.08
 
 
-@pytest.mark.parametrize(("kind", "count"), [("none sdpa", 10), ("nf4 sdpa", 21)])
-def test_a_t4_s_peaks_of_sdpa_are_within_the_bars(kind: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "count"), [("none sdpa", 10), ("nf4 sdpa", 21), ("none eager", 10), ("nf4 eager", 20)]
+)
+def test_a_t4_s_peaks_are_within_the_bars(kind: str, count: int) -> None:
     errors = errors_of([point for point in points_of("fitcheck") if point.at.startswith(kind)], ["allocated"])
     assert errors["figures"] == count
     assert errors["mean"] <= 0.03
     assert errors["worst"] <= 0.08
+
+
+def test_a_loop_that_holds_its_output_has_the_logits_until_the_layers_are_back_propagated() -> None:
+    point = next(each for each in points_of("fitcheck") if each.job.method.quantizes)
+    holding, without = (
+        OtherSums(point.architecture, replace(point.job, holds_logits=holds), whole_model(point.architecture))._alive()
+        for holds in (True, False)
+    )
+    held = {moment: size_of(terms) - size_of(without[moment]) for moment, terms in holding.items()}
+    assert held[Moment.LAST_LAYER_BACKWARD] == 4 * point.job.batch.tokens * point.architecture.vocab
+    assert held[Moment.LOSS] == 0  # its bytes per logit have them
+
+
+def test_layers_of_a_base_that_peft_prepared_have_fp32_queries_without_autocast_alone() -> None:
+    point = next(each for each in points_of("fitcheck") if each.job.method.quantizes and each.job.attention == "eager")
+    sums = {}
+    for autocasts in (True, False):
+        job = replace(point.job, is_under_autocast=autocasts)
+        layer = OtherSums(point.architecture, job, whole_model(point.architecture)).layer
+        sums[autocasts] = {term.what: term.count for term in layer.saved(point.architecture.stacks[0])}
+    assert sums[False]["queries, keys, values"] == 2 * sums[True]["queries, keys, values"]
+    scores = point.job.batch.sequences * point.architecture.heads * point.job.batch.length**2
+    assert [sums[autocasts]["attention scores"] / scores for autocasts in (True, False)] == [6, 4]
 
 
 def test_shapes_have_the_parameters_that_were_published_with_them() -> None:
