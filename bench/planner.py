@@ -34,7 +34,7 @@ from common.reporting.rows import NOT_RUN
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.lease --only point && python -m bench planner"
 
-DRY_RUN_BARS, MEASURED_BARS = (0.02, 0.05), (0.03, 0.08)  # largest mean and largest single error
+DRY_RUN_BARS, MEASURED_BARS = (0.01, 0.05), (0.03, 0.08)  # largest mean and largest single error
 MEASURED_POINTS = 20  # steps on a GPU that these errors should be of, at least
 PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
 ROUNDS = 5
@@ -45,6 +45,15 @@ MODEL_SHAPES = {
     **dict.fromkeys(DECODERS, SHAPES),
     "roberta-large": ((4, 512), (16, 256), (16, 512)),
     "bart-large-cnn": ((4, 512), (2, 1024), (8, 1024)),
+}
+# families that differ from Llama in a few operations; the second shape is longer than the window of those that have one
+FAMILY_SHAPES = {
+    "smollm3-3b": ((4, 512), (1, 8192)),
+    "ministral-3-8b": ((4, 512), (1, 8192)),
+    "olmo-2-0425-1b": ((4, 512), (2, 2048)),
+    "phi-3-mini-4k": ((4, 512), (2, 4096)),
+    "phi-4": ((4, 512), (1, 8192)),
+    "gemma-3-1b": ((8, 256), (2, 2048)),
 }
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 # with points of full fine-tuning of the linear layers alone
@@ -131,7 +140,7 @@ def dry_run_grid() -> list[Step]:
         step_of("lora", model, checkpointing, shape, lora_dropout=0.0)
         for model, checkpointing, shape in product(DECODERS, checkpointings, SHAPES)
     ]
-    return [*points, *divided_points(), *seeing_points()]
+    return [*points, *divided_points(), *seeing_points(), *family_points()]
 
 
 def divided_points() -> list[Step]:
@@ -164,6 +173,19 @@ def seeing_points() -> list[Step]:
                 **shares[turn // 2 % 2],
             }
             points.append(step_of(technique, model, turn % 2 == 1, tuple(shape), tiles=tiles, **settings))
+    return points
+
+
+def family_points() -> list[Step]:
+    """Each family in each way to train and to compute; attention and adapters' dropout change in turn."""
+    ways = list(product(TECHNIQUES_AND_TARGETS, ("bf16", "bf16-mixed", "fp32"), (False, True)))
+    points = []
+    for model, shapes in FAMILY_SHAPES.items():
+        for turn, (shape, ((technique, targets), precision, checkpointing)) in enumerate(product(shapes, ways)):
+            dropout = {"lora_dropout": 0.0} if technique == "lora" and turn % 4 > 1 else {}
+            settings = {"target_modules": targets, "precision": precision, **dropout}
+            attention = "eager" if turn % 3 == 0 and shape == shapes[0] else "sdpa"
+            points.append(step_of(technique, model, checkpointing, shape, attention=attention, **settings))
     return points
 
 

@@ -24,13 +24,18 @@ from common.runtime.torchrun import nodes_command
 HUB_IDS = {
     "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
     "bart-large-cnn": "facebook/bart-large-cnn",
+    "gemma-3-1b": "google/gemma-3-1b-it",
     "llama-3.1-70b": "meta-llama/Llama-3.3-70B-Instruct",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "olmo-2-0425-1b": "allenai/OLMo-2-0425-1B-Instruct",
+    "phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
+    "phi-4": "microsoft/phi-4",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "roberta-large": "FacebookAI/roberta-large",
     SMOLLM2: SMOLLM2,
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
 }
 # settings of a run that a dry run tries
 TRIED = ("technique", "parallel", "devices", "nodes", "sp_size", "gpu", "precision", "optim", "attention",

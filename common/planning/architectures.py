@@ -95,6 +95,7 @@ class Architecture:
     tied: bool = True  # the head's matrix is that of the word embeddings
     dropout: float = 0.0
     classes: int = 0  # labels that the head tells apart, and its `vocab`; 0 = it predicts tokens
+    window: int = 0  # tokens that attention looks back, in some layers at least; 0 = all
     tower: "Tower | None" = None  # what makes tokens of images
 
     @property
@@ -277,7 +278,12 @@ class Family:
     # norms come before attention and MLP, the MLP has a gate, positions are rotary; otherwise layers end with a norm
     is_llama_like: bool = True
     attention_bias: bool = False  # of queries, keys and values, where the config.json does not say
-    normalizes_queries: bool = False  # queries and keys have norms of their own
+    tied: bool = False  # the head's matrix is that of the embeddings, where the config.json does not say
+    norms: int = 2  # of a layer's hidden states; wherever they are, each keeps what it reads
+    has_wide_norms: bool = False  # their weights multiply what is in fp32 still, and is then cast
+    normalizes_queries: bool = False  # queries and keys have norms of their own: one for all heads
+    normalizes_whole_queries: bool = False  # of all heads at once
+    fuses_linears: bool = False  # queries, keys and values come from one projection, gate and up from another one
     has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
     # names of modules: the last two follow the layers, to predict tokens, or to classify (empty = not planned)
     embeddings: str = "model.embed_tokens"
@@ -288,21 +294,27 @@ class Family:
 
 def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
     kind, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    family = FAMILIES[kind]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     wide, queries, keys = config["intermediate_size"], heads * head_dim, kv_heads * head_dim
-    biased = config.get("attention_bias", FAMILIES[kind].attention_bias)
+    biased = config.get("attention_bias", family.attention_bias)
     mlp_biased = config.get("mlp_bias", False)
+    if family.fuses_linears:
+        inputs = (Linear("qkv_proj", hidden, queries + 2 * keys),)
+        gate_and_up = (Linear("gate_up_proj", hidden, 2 * wide, block=Block.MLP),)
+    else:
+        named = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        inputs = tuple(Linear(each, hidden, size, biased) for each, size in named.items())
+        gate_and_up = tuple(Linear(each, hidden, wide, mlp_biased, Block.MLP) for each in ("gate_proj", "up_proj"))
     linears = (
-        Linear("q_proj", hidden, queries, biased),
-        Linear("k_proj", hidden, keys, biased),
-        Linear("v_proj", hidden, keys, biased),
+        *inputs,
         Linear("o_proj", queries, hidden, config.get("attention_bias", False), ends_block=True),
-        Linear("gate_proj", hidden, wide, mlp_biased, Block.MLP),
-        Linear("up_proj", hidden, wide, mlp_biased, Block.MLP),
+        *gate_and_up,
         Linear("down_proj", wide, hidden, mlp_biased, Block.MLP, ends_block=True),
     )
-    norms = 2 * hidden + (2 * head_dim if FAMILIES[kind].normalizes_queries else 0)
+    of_queries = queries + keys if family.normalizes_whole_queries else 2 * head_dim
+    norms = family.norms * hidden + of_queries * family.normalizes_queries
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     return Architecture(
         name=name,
@@ -317,7 +329,8 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         stacks=(Stack(StackKind.DECODER, config["num_hidden_layers"], linears, norms),),
         embedding_parameters=config["vocab_size"] * hidden,
         final_parameters=hidden,
-        tied=config.get("tie_word_embeddings", False),
+        tied=config.get("tie_word_embeddings", family.tied),
+        window=(config.get("sliding_window") or 0) * config.get("use_sliding_window", True),
     )
 
 
@@ -415,6 +428,11 @@ FAMILIES = {
     "mistral": Family(_llama_like),
     "qwen2": Family(_llama_like, attention_bias=True),
     "qwen3": Family(_llama_like, normalizes_queries=True),
+    "smollm3": Family(_llama_like, tied=True),
+    "ministral3": Family(_llama_like),
+    "olmo2": Family(_llama_like, has_wide_norms=True, normalizes_queries=True, normalizes_whole_queries=True),
+    "gemma3_text": Family(_llama_like, tied=True, norms=4, has_wide_norms=True, normalizes_queries=True),
+    "phi3": Family(_llama_like, fuses_linears=True),
     "bert": Family(
         _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",
         heads=("cls",), classifier=("bert.pooler", "classifier"),

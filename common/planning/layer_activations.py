@@ -38,16 +38,23 @@ class LayerActivations:
 
     def _norms(self, stack: Stack) -> list[Term]:
         architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
-        x, full, count = self.hidden_bytes, self.job.trains_all, 3 if stack.kind == StackKind.CROSS_DECODER else 2
-        size = count * t * architecture.hidden
+        full, count = self.job.trains_all, 3 if stack.kind == StackKind.CROSS_DECODER else family.norms
+        size, normalized = count * t * architecture.hidden, self.normalized_bytes
         if not family.is_llama_like:
             return [activations("inputs of the layer norms", f"{count} T H 4", size * 4)]
-        of_heads = t * (architecture.query_size + architecture.key_size) * (4 + x * full) * family.normalizes_queries
+        of_heads = t * (architecture.query_size + architecture.key_size) * family.normalizes_queries
         return [
             activations("inputs of the norms in fp32", f"{count} T H 4", size * 4),
-            activations("normalized, for the norms' weights", f"{count} T H x", size * x * full),
-            activations("norms of queries and keys", "T (Q + K) (4 + x)", of_heads),
+            activations("normalized, for the norms' weights", f"{count} T H {normalized}", size * normalized * full),
+            activations(
+                "norms of queries and keys", f"T (Q + K) (4 + {normalized})", of_heads * (4 + normalized * full)
+            ),
         ]
+
+    @property
+    def normalized_bytes(self) -> int:
+        """Return the bytes of a number that a norm's weights multiply."""
+        return 4 if self.architecture.family.has_wide_norms else self.hidden_bytes
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
@@ -82,23 +89,31 @@ class LayerActivations:
             return self._attention_on_cpu(stack)
         own, *cross = (self._one_attention(*lengths) for lengths in self.batch.attentions_in(stack))
         across = (term for terms in cross for term in times_each(terms, 1, "cross attention: "))
-        return [*own, *across, *self._sent_back(stack)]
+        return [*own, *across, *self._result_by_token(stack)]
 
-    def _sent_back(self, stack: Stack) -> list[Term]:
-        """Return attention's result as the next projection keeps it: where ranks exchange heads a tensor of its own."""
+    def _result_by_token(self, stack: Stack) -> list[Term]:
+        """Return attention's result as the next projection keeps it, where that is a tensor of its own.
+
+        It is where ranks exchange heads, and where it is laid out head by head, as Phi-3's queries are.
+        """
         last, has_dropout = _last_of(Block.ATTENTION, stack), self.job.lora_dropout > 0
         keeps = any(self._keeps_input(linear) or (self.job.adapts(linear) and not has_dropout) for linear in last)
         size = self.batch.tokens_in(stack) * self.architecture.query_size * self.job.arithmetic_bytes
-        what = "result of attention, sent back to the tokens' ranks"
-        return [activations(what, "T Q a", size * (keeps and self.job.sp_size > 1))]
+        lies_apart = self.job.sp_size > 1 or (self.architecture.family.fuses_linears and self.job.attention != "eager")
+        what = "result of attention, token by token"
+        return [activations(what, "T Q a", size * (keeps and lies_apart))]
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
         architecture, job, rows, a = self.architecture, self.job, self.batch.sequences, self.job.arithmetic_bytes
         heads, q, k = architecture.heads, architecture.query_size, exchanged_keys(architecture, job.sp_size)
         s, te = ("S", "T") if asking == asked else ("E", "TE")
-        eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
-        keys, in_words = (2 * q, "2 Q") if eager or masked else (2 * k, "2 K")  # repeated for each head, or not
+        is_cut = 0 < architecture.window <= asked  # by a mask, as padded rows are
+        eager, masked = job.attention == "eager", (self.batch.padded or is_cut) and job.attention == "sdpa"
+        repeats = eager or (masked and architecture.kv_heads > 1)  # keys and values for each head; a single one is read
+        keys, in_words = (2 * q, "2 Q") if repeats else (2 * k, "2 K")
+        # of a fused projection the values are a part, with which all of it is kept
+        beside_values = (q + k) * (architecture.family.fuses_linears and not (eager or (repeats and q > k)))
         pairs, t, scores = rows * asking * asked, rows * asking, f"B heads S {s}"
         each = 4 + (a if a < 4 else 0)
         dropped = ((4 if job.cpu_operations else 1) + (4 if a == 4 else 0)) * bool(architecture.dropout)
@@ -108,6 +123,7 @@ class LayerActivations:
         ]
         return [
             activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
+            activations("queries and keys without positions, beside the values", "T (Q + K) a", t * beside_values * a),
             activations("result of attention", "T Q a", t * q * a),
             *(of_scores if eager else [activations("attention's normalizers in fp32", "T heads 4", t * heads * 4)]),
             activations("mask in the arithmetic's format", f"B S {s} a", pairs * a * masked),

@@ -299,7 +299,7 @@ class DeviceSums(BetweenSteps):
                 activations("head before its matrix", f"{count} P H a", count * inputs),
                 activations("last hidden state, of which the pooler reads a part", "T H 4", of_last),
             ]
-        norm_each = 4 + (self.hidden_bytes if trains else 0)
+        norm_each = 4 + (self.layer.normalized_bytes if trains else 0)
         # BERT's head for masked tokens does more before its matrix
         transforms = len(self.architecture.stacks) == 1 and not self.is_llama_like
         return [

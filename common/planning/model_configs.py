@@ -67,7 +67,7 @@ def _places_of_config(model: str) -> Iterator[Path | None]:
     if _looks_like_id(model) and (cached := _cached_configs(model)):  # its own, whatever is here under its name
         yield from (_cached_config(model), *cached)
     name = model.rpartition("/")[2].lower()
-    yield from (MODEL_CONFIGS / f"{each}.json" for each in (name, name.removesuffix("-instruct")))
+    yield from (MODEL_CONFIGS / f"{each}.json" for each in (name, *map(name.removesuffix, ("-instruct", "-it"))))
 
 
 def refuse_revision(model: str, revision: str) -> None:

@@ -224,7 +224,7 @@ def _between_products(architecture: Architecture, job: Job, stack: Stack) -> flo
     queries, keys = architecture.query_size, architecture.key_size
     blocks = 3 if stack.kind == StackKind.CROSS_DECODER else 2
     if architecture.family.is_llama_like:
-        hidden = kernels.norm + RESIDUAL
+        hidden = kernels.norm * architecture.family.norms / blocks + RESIDUAL
         per_token = kernels.rotary * (queries + keys) + kernels.gate * architecture.intermediate
     else:
         hidden = LAYER_NORM + RESIDUAL + (DROPOUT if architecture.dropout else 0)

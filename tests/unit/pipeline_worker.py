@@ -43,8 +43,9 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
+HEADS = {kind: {"head_dim": 8} for kind in ("Qwen3", "Gemma3Text")}  # others divide their hidden state
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
+DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Olmo2", "Phi3", "Gemma3Text")
 Differences = dict[str, float]
 
 
@@ -72,7 +73,7 @@ def cases() -> dict[str, dict[str, object]]:
 
 def save_toy(folder: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY, **more: object) -> None:
     torch.manual_seed(0)
-    of_kind = {"num_key_value_heads": 2, "tie_word_embeddings": tied, **({"head_dim": 8} if kind == "Qwen3" else {})}
+    of_kind = {"num_key_value_heads": 2, "tie_word_embeddings": tied, **HEADS.get(kind, {})}
     auto_class = transformers.AutoModelForCausalLM
     if kind == "Roberta":
         of_kind = {"num_labels": 3, "max_position_embeddings": 40, **NO_DROPOUT}

@@ -13,6 +13,8 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.planning.architectures import read_architecture
 from common.planning.model_configs import MODEL_CONFIGS, cached_commit, find_config, is_hub_id, usual_tiles
 
+LLAMA_LIKE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+
 
 def on_meta(make: Callable[..., torch.nn.Module], path: Path) -> torch.nn.Module:
     with torch.device("meta"):
@@ -66,7 +68,7 @@ def test_a_square_picture_becomes_as_many_squares_as_the_processor_cuts(
     assert usual_tiles(str(tmp_path)) == tiles
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", [*LLAMA_LIKE])
 def test_the_llama_family(kind: str, tmp_path: Path) -> None:
     facts = {
         "model_type": kind,
@@ -79,6 +81,7 @@ def test_the_llama_family(kind: str, tmp_path: Path) -> None:
         "vocab_size": 128,
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
+        "pad_token_id": 0,
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(facts))

@@ -111,6 +111,17 @@ def test_closed_form_and_dry_run_are_two_ways_to_one_figure(settings: dict[str, 
     assert planner.closed_form_gib(point) == pytest.approx(planner.dry_run_gib(point), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, id=point.name, marks=[pytest.mark.slow] if number % 5 else [])
+        for number, point in enumerate(planner.family_points()[::7])
+    ],
+)
+def test_closed_form_and_dry_run_say_the_same_of_each_family(point: planner_points.Step) -> None:
+    assert planner.closed_form_gib(point) == pytest.approx(planner.dry_run_gib(point), rel=0.02)
+
+
 def test_of_divided_layers_the_fullest_device_counts() -> None:
     point = next(point for point in planner.divided_points() if point.run.parallel == "mp")
     peaks = [device.allocated_gib for device in place_stages(point.run, point.batch).plan.devices]

@@ -24,16 +24,25 @@ PUBLISHED = {  # where: assets/README.md
     "roberta-large": 355_412_057,
     "all-minilm-l6-v2": 22_713_216,
     "bart-large-cnn": 406_290_432,
+    "smollm3-3b": 3_075_098_624,
+    "olmo-2-0425-1b": 1_484_916_736,
+    "phi-4": 14_659_507_200,
+    "phi-3-mini-4k": 3_821_079_552,
+    "gemma-3-1b": 999_885_952,
 }
 # the names' billions, to three digits; the exact counts could not be looked up
 ROUNDED = {"smolvlm-instruct": 2_250_000_000, "idefics3-8b-llama3": 8_460_000_000}
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
 INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
 OF_PACKAGE = {"smollm2-135m": 134_515_008}  # counted in what `make real` writes
+# in the order of its file: a layer's attention (32 heads of 128, 8 for keys and values), MLP and norms; both ends
+MINISTRAL_LAYER = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336 + 2 * 4096
+OF_LIBRARY = {"ministral-3-8b": 34 * MINISTRAL_LAYER + 2 * 131072 * 4096 + 4096}
 COUNTS = {
     **PUBLISHED,
     **INVENTED,
     **OF_PACKAGE,
+    **OF_LIBRARY,
     **{name: pytest.approx(count, rel=0.002) for name, count in ROUNDED.items()},
 }
 
@@ -56,6 +65,7 @@ def test_parameters_are_the_published_and_the_planned_ones_and_facts_are_known_o
     assert architecture.parameters == sum(architecture.by_part().values()) == counts[planned]
     sources = dict.fromkeys(INVENTED, "invented: ") | dict.fromkeys(ROUNDED, "recalled: ")
     sources |= dict.fromkeys(OF_PACKAGE, "the GGUF file of the package ")
+    sources |= dict.fromkeys(OF_LIBRARY, "the defaults of the package transformers ")
     assert facts.pop("_source").startswith(sources.get(path.stem, "https://huggingface.co/"))
     check_facts(facts, config)
     assert config.dtype == (torch.bfloat16 if "dtype" in facts else None)

@@ -36,7 +36,7 @@ A100 = find_gpu("A100 80GB SXM")
 ROW = BatchShape(1, 16_384, 16_384)
 OWN = Job("full", "ddp", ROW, devices=4)
 SHARED = replace(OWN, sp_size=4)
-SENT_BACK = "result of attention, sent back to the tokens' ranks"
+SENT_BACK = "result of attention, token by token"
 
 
 def kept(job: Job) -> dict[str, Term]:
