@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
+from my_utils_classification_scores import Classified
 from transformers import PreTrainedModel
 
 from common.base.inert import matplotlib_text
@@ -19,7 +20,6 @@ from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.classification import Classified
 from common.tasks.predictions import predict_rows, report_predictions
 from common.training import export
 from common.training.ddp import data_parallel, exchanging, load_replica
