@@ -452,7 +452,7 @@ SEVERAL_RANKS = (
     ),
     Fault(
         "several machines: each member of a Valohai task takes itself for the first",
-        "common/valohai_step.py",
+        "valohai_step.py",
         "{first}:29400",
         "{own}:29400",
         _unit("valohai_step", "members_meet_at_the_first_one"),

@@ -1,9 +1,12 @@
 """What only sharding needs: DeepSpeed's engine, how fast ranks can be, and the library's own trainer."""
 
 import warnings
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -14,6 +17,7 @@ from common.measuring.beside import trained_beside
 from common.measuring.ceiling import measure_machine_ceiling
 from common.models.divided import load_rows, mesh_of
 from common.models.loading import weight_dtype, what_to_load
+from common.models.shards import gathered, return_freed_memory
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.recorder import Trial
@@ -24,7 +28,6 @@ from common.training.deepspeed_config import deepspeed_config, zero_stage
 from common.training.loop import TrainingLoop
 from common.training.optimizers import training_arguments
 from common.training.steps import load_data
-from common.training.zero import hand_over
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -46,6 +49,48 @@ def load_for_zero(run: RunConfig, rank: Rank) -> Model:
     model = with_trained_weights(load_rows(run, rank, mesh), run)
     hand_over(model, deepspeed_config(run, model.config.hidden_size), mesh)
     return model.to(rank.device)  # buffers
+
+
+@silent_if_well()
+def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Divide rows of weights, in place, as DeepSpeed's stage 3 does, with one weight whole at a time, on `mesh`.
+
+    Called on every rank. With bf16 all weights become bf16, as DeepSpeed wants them.
+    """
+    import deepspeed
+
+    partitioned: torch.nn.Parameter | None = None
+    for places in _places_of_weights(model):
+        weight = _whole_weight(places, mesh, torch.bfloat16 if config["bf16"]["enabled"] else None)
+        for module, name in places:
+            module._parameters[name] = weight
+        if partitioned is None:
+            deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
+            partitioned = weight
+        else:  # as it does with adapters itself: to read the settings again takes longer
+            partitioned.convert_to_zero_parameters(param_list=[weight])
+        return_freed_memory()
+
+
+def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
+    """Return of each weight the modules that have it, several where it is tied, and its names there."""
+    places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            places[weight].append((module, name))
+    return list(places.values())
+
+
+def _whole_weight(
+    places: list[tuple[torch.nn.Module, str]], mesh: DeviceMesh, dtype: torch.dtype | None
+) -> torch.nn.Parameter:
+    module, name = places[0]
+    weight = module._parameters[name]
+    rows = weight.detach()
+    if isinstance(rows, DTensor):  # from_local moves them to the mesh's devices
+        about = {"run_check": False, "shape": rows.shape, "stride": rows.stride()}
+        rows = DTensor.from_local(rows.to_local(), mesh, rows.placements, **about)
+    return torch.nn.Parameter(gathered(rows).to(mesh.device_type, dtype), requires_grad=weight.requires_grad)
 
 
 @silent_if_well()  # each rank would print that DeepSpeed has built an operator

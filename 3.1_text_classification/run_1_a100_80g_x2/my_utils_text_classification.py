@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 import torch
+from my_utils_classification_scores import Classified
+from my_utils_tensor_parallel import check_split, load_columns, mesh_of_all, split_by_plan
 from transformers import PreTrainedModel
 
 from common.base.inert import matplotlib_text
@@ -19,14 +21,12 @@ from common.measuring.pipeline_measure import measure_pipeline
 from common.models.placement import place_stages
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.classification import Classified
 from common.tasks.predictions import predict_rows, report_predictions
 from common.training import export
 from common.training.ddp import data_parallel, exchanging, load_replica
 from common.training.loop import TrainingLoop
 from common.training.pipeline import Pipeline, trained_stage
 from common.training.steps import Metrics, Tokenizer
-from common.training.tensor_parallel import load_columns, mesh_of_all, split_by_plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,6 +51,7 @@ def train_columns(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Train
     with log.phase("build trainer"):
         mesh = mesh_of_all(log.rank)
         model = split_by_plan(load_columns(log.run, log.rank, mesh), mesh)
+        check_split(model, log.rank.world_size)
         loop = TrainingLoop(model, tokenizer, data, log)
     with log.phase("training"):
         for step in loop.steps():

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import os
 import re
 import sys
@@ -30,7 +31,6 @@ from bench.page.runs import (
     memory_points,
     pareto_front,
 )
-from common.base.inert import json_in_html
 from common.base.paths import REPOSITORY
 from common.planning.phases import PHASES
 from common.records.store import REAL, Record, kept_records, records_in
@@ -236,3 +236,8 @@ def planned_against_measured(points: list[Values]) -> alt.LayerChart:
         x=alt.X("planned:Q", title="Planned (MiB)", scale=scale),
         y=alt.Y("measured:Q", title="Measured (MiB)", scale=scale),
     )
+
+
+def json_in_html(value: object) -> str:
+    """Return a value, of finite numbers, as JSON for a `<script>` element: no text in it ends that element."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

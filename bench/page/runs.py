@@ -8,12 +8,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.tables.table import sharing_label
 from common.base.run_config import DEFAULTS
 from common.base.specs import TECHNIQUES
 from common.planning.phases import PHASES, TRAINING
 from common.records.store import Record
 from common.reporting.columns import Column, column
-from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, sharing_label, task_of
+from common.reporting.rows import NAMING, Metric, groups_of, metrics_of, model_of, settings_of, task_of
 
 MIB_PER_GIB = 2**10
 MIB_DIGITS, QUALITY_DIGITS, LOSS_DIGITS = 1, 4, 5

@@ -17,8 +17,10 @@ from bench.tables.table import (
     Table,
     column,
     copies_of,
+    data_parallel_ranks,
     pretrained,
     published,
+    sharing_label,
     waiting,
 )
 from common.base.run_config import RunConfig
@@ -34,10 +36,8 @@ from common.reporting.rows import (
     Row,
     beside_one_device,
     completed,
-    data_parallel_ranks,
     kind_name,
     kind_of,
-    sharing_label,
     step_s,
     with_seeds,
 )

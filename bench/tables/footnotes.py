@@ -3,11 +3,11 @@
 import re
 from pathlib import Path
 
-from bench.tables.table import NOT_PUBLISHED
+from bench.tables.table import NOT_PUBLISHED, kind_of_run
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.reporting.rows import NOT_RUN, Row, kind_of, kind_of_run
+from common.reporting.rows import NOT_RUN, Row, kind_of
 
 
 def footnote(row: Row) -> str:

@@ -17,6 +17,7 @@ from bench.tables.table import (
     Table,
     approach,
     copies_of,
+    kind_of_run,
     not_run,
     published,
 )
@@ -41,7 +42,6 @@ from common.reporting.rows import (
     completed,
     groups_of,
     kind_of,
-    kind_of_run,
     model_of,
     step_s,
 )

@@ -7,11 +7,12 @@ from textwrap import fill
 
 import pandas as pd
 
-from common.base.inert import markdown_cell
+from common.base.inert import one_line
 
 WIDEST = 120  # characters of a line
 NUMBER = "No."
 NOTHING = ("", "not run", "not published", "no GPU")
+OPENING_TAG = re.compile(r"<(?=[\w/!?])")
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
@@ -117,3 +118,11 @@ def with_footnotes(table: pd.DataFrame, notes: Sequence[str], name: str) -> str:
 
 def _wrapped(text: str, indent: str = "") -> str:
     return fill(text, WIDEST, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def markdown_cell(value: object) -> object:
+    """Return a cell of a table in Markdown, on one line; within backticks a tag is code, and stays."""
+    if not isinstance(value, str):
+        return value
+    parts = one_line(value).replace("|", r"\|").split("`")
+    return "`".join(part if place % 2 else OPENING_TAG.sub("&lt;", part) for place, part in enumerate(parts))

@@ -15,7 +15,7 @@ import pandas as pd
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import TECHNIQUES
+from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import gpu_of_device
 from common.records.store import Record
 from common.reporting import columns as shared
@@ -27,13 +27,12 @@ from common.reporting.rows import (
     Row,
     clock_seconds,
     completed,
-    data_parallel_ranks,
     devices_of,
     first_device,
     kind_name,
     kind_of,
-    kind_of_run,
     model_of,
+    sp_size_of,
 )
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
@@ -47,6 +46,21 @@ FULL_SP, FULL_FSDP_SP = ("full", f"ddp{WITH_SP}"), ("full", f"fsdp{WITH_SP}")
 LORA_SP, QLORA_SP = ("lora", f"ddp{WITH_SP}"), ("qlora", f"ddp{WITH_SP}")
 # By their names in records: what users call them
 LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
+
+
+def kind_of_run(run: RunConfig) -> Kind:
+    """Return the same of a run that nobody may have taken."""
+    return run.technique, run.parallel + WITH_SP * (run.sp_size > 1)
+
+
+def sharing_label(row: Row) -> str:
+    """Return how the devices share the work: `FSDP`, or `DDP, SP`."""
+    return PARALLELISMS[row["parallel"]].label + ", SP" * (sp_size_of(row) > 1)
+
+
+def data_parallel_ranks(row: Row) -> int:
+    """Return the number of ranks that worked on rows of their own; the stages of a model work on the same rows."""
+    return len(row["world"]) // sp_size_of(row) if PARALLELISMS[row["parallel"]].splits_rows else 1
 
 
 def published(*kinds: Kind, metric: str = "similarity_score") -> list[Row]:

@@ -1,6 +1,5 @@
 """Texts of others (a user's rows, a model's answers, a record) that do nothing in the place where they are shown."""
 
-import json
 import re
 
 NOT_SHOWN = re.compile(
@@ -11,7 +10,6 @@ NOT_SHOWN = re.compile(
 # how a cell begins that a spreadsheet takes for a formula; with a quote before it, for a text
 FORMULA = re.compile(r"'*[=+\-@\t\r\n\uff0b\uff0d\uff1d\uff20]")
 QUOTED_FORMULA = re.compile(rf"'(?={FORMULA.pattern})")
-OPENING_TAG = re.compile(r"<(?=[\w/!?])")
 
 
 def printable(text: str) -> str:
@@ -37,16 +35,3 @@ def csv_cell(value: object) -> object:
 def csv_text(cell: object) -> object:
     """Return what `csv_cell` was given."""
     return QUOTED_FORMULA.sub("", cell, count=1) if isinstance(cell, str) and QUOTED_FORMULA.match(cell) else cell
-
-
-def markdown_cell(value: object) -> object:
-    """Return a cell of a table in Markdown, on one line; within backticks a tag is code, and stays."""
-    if not isinstance(value, str):
-        return value
-    parts = one_line(value).replace("|", r"\|").split("`")
-    return "`".join(part if place % 2 else OPENING_TAG.sub("&lt;", part) for place, part in enumerate(parts))
-
-
-def json_in_html(value: object) -> str:
-    """Return a value, of finite numbers, as JSON for a `<script>` element: no text in it ends that element."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY, command_here
-from common.base.run_config import DEFAULTS, SET_ASIDE, RunConfig, idle_settings
+from common.base.run_config import DEFAULTS, SET_ASIDE, idle_settings
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.records.store import RECORD_NAME, Record, records_in
 
@@ -140,11 +140,6 @@ def kind_of(row: Row) -> Kind:
     return row["technique"], row["parallel"] + WITH_SP * (sp_size_of(row) > 1)
 
 
-def kind_of_run(run: RunConfig) -> Kind:
-    """Return the same of a run that nobody may have taken."""
-    return run.technique, run.parallel + WITH_SP * (run.sp_size > 1)
-
-
 def sp_size_of(row: Row) -> int:
     """Return how many ranks share a row's tokens (sequence parallel); older records, and rows of plans, do not say."""
     return row.get("config", {}).get("sp_size", 1)
@@ -258,11 +253,6 @@ def beside_one_device(runs: Iterable[Record], records: Iterable[Record], same: s
 # -- what a run is called
 
 
-def sharing_label(row: Row) -> str:
-    """Return how the devices share the work: `FSDP`, or `DDP, SP`."""
-    return PARALLELISMS[row["parallel"]].label + ", SP" * (sp_size_of(row) > 1)
-
-
 def kind_name(row: Row) -> str:
     """Return what technique and parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
     how = PARALLELISMS[row["parallel"]]
@@ -290,11 +280,6 @@ def model_of(row: Row) -> str:
     """Return the model's name; random weights are told apart from the real ones."""
     config = row["config"]
     return Path(config["model"]).name + (", random weights" if config["weights"] == "random" else "")
-
-
-def data_parallel_ranks(row: Row) -> int:
-    """Return the number of ranks that worked on rows of their own; the stages of a model work on the same rows."""
-    return len(row["world"]) // sp_size_of(row) if PARALLELISMS[row["parallel"]].splits_rows else 1
 
 
 def first_device(row: Row) -> str:

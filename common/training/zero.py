@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from common.base.command_line import silent_if_well
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.saved_files import save_weights
-from common.models.shards import byte_count, gathered, global_numel, local_part, return_freed_memory
+from common.models.shards import byte_count, global_numel, local_part
 from common.models.weight_files import weights_in_files
 from common.runtime.world import Rank
-from common.training.answer_logits import Batch, Model
+from common.training.answer_logits import Batch
 from common.training.deepspeed_config import zero_stage
 from common.training.part import UNSCALED, Part, clip_divided
 from common.training.safe_loading import load_zero_state
@@ -167,45 +163,3 @@ class ZeroPart(Part):
         if zero_stage(self.run) == 3:
             part = self.held_by_one_device().weights_bytes / self.rank.world_size
             check_part("weights", held.weights_bytes, (part, part))
-
-
-@silent_if_well()
-def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Divide rows of weights, in place, as DeepSpeed's stage 3 does, with one weight whole at a time, on `mesh`.
-
-    Called on every rank. With bf16 all weights become bf16, as DeepSpeed wants them.
-    """
-    import deepspeed
-
-    partitioned: torch.nn.Parameter | None = None
-    for places in _places_of_weights(model):
-        weight = _whole_weight(places, mesh, torch.bfloat16 if config["bf16"]["enabled"] else None)
-        for module, name in places:
-            module._parameters[name] = weight
-        if partitioned is None:
-            deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
-            partitioned = weight
-        else:  # as it does with adapters itself: to read the settings again takes longer
-            partitioned.convert_to_zero_parameters(param_list=[weight])
-        return_freed_memory()
-
-
-def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
-    """Return of each weight the modules that have it, several where it is tied, and its names there."""
-    places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
-    for module in model.modules():
-        for name, weight in module.named_parameters(recurse=False):
-            places[weight].append((module, name))
-    return list(places.values())
-
-
-def _whole_weight(
-    places: list[tuple[torch.nn.Module, str]], mesh: DeviceMesh, dtype: torch.dtype | None
-) -> torch.nn.Parameter:
-    module, name = places[0]
-    weight = module._parameters[name]
-    rows = weight.detach()
-    if isinstance(rows, DTensor):  # from_local moves them to the mesh's devices
-        about = {"run_check": False, "shape": rows.shape, "stride": rows.stride()}
-        rows = DTensor.from_local(rows.to_local(), mesh, rows.placements, **about)
-    return torch.nn.Parameter(gathered(rows).to(mesh.device_type, dtype), requires_grad=weight.requires_grad)

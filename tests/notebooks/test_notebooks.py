@@ -14,10 +14,10 @@ import pytest
 from matplotlib import pyplot
 from PIL import Image
 
+from bench.tables.table import data_parallel_ranks
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.rows import data_parallel_ranks
 
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
 SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS)}.values())[::-1]

@@ -1,5 +1,11 @@
 """The run folders that tests start: of each technique the first one."""
 
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
 from common.base.paths import REPOSITORY
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
@@ -16,3 +22,9 @@ PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
 PREFERENCES = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
 REWARDED = REPOSITORY / "3.5_reinforcement_learning" / "run_0_cpu_x1"
 BASE, VISION_BASE = (REPOSITORY / "assets" / name for name in ("embedded_base", "embedded_vision_base"))
+
+
+def module_of(folder: Path, name: str) -> ModuleType:
+    """A module of a run folder, which is no package."""
+    with patch("sys.path", [str(folder), *sys.path]):
+        return importlib.import_module(name)

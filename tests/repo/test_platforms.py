@@ -33,11 +33,11 @@ MEETING = (
 """The options of torchrun on the second of two machines."""
 STARTED = re.compile(r"cd (?P<folder>\S+) && .* (?P<script>my_workflow_\w+\.py) ")
 FAKE = """#!/bin/sh
-[ "$1" = -m ] && exec {python} "$@"
+case "$1" in -m | */valohai_step.py) exec {python} "$@" ;; esac
 echo "in $PWD"
 for each in {name} "$@"; do echo "$each"; done
 """
-"""A command that only says what it was given; Python's modules are run."""
+"""A command that only says what it was given; Python's modules and Valohai's helper are run."""
 
 
 def write_program(path: Path, text: str) -> None:
@@ -103,7 +103,7 @@ def test_the_three_ways_are_steps_with_data_outputs_an_alias_and_the_run_folders
         install, install_s3fs, start, name_model = step.command
         assert install == "python -m pip install --constraint constraints.txt --editable '.[valohai]'"
         assert install_s3fs == f"python -m pip install s3fs=={FSSPEC}"
-        assert name_model == 'python -m common.valohai_step name-model --alias "$MODEL_ALIAS"'
+        assert name_model == 'python valohai_step.py name-model --alias "$MODEL_ALIAS"'
         literal = literal_of(REPOSITORY / STARTED.search(start)["folder"])
         for parameter in step.parameters.values():
             assert parameter.name in FIELDS

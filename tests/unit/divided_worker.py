@@ -24,11 +24,12 @@ from common.models.shards import byte_count, tensors_of
 from common.models.trained_weights import with_trained_weights
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
+from common.training import fsdp
 from common.training.fsdp import check_fully_sharded, load_parts, shard
-from common.training.part import part_class
-from common.training.tensor_parallel import check_split, load_columns, mesh_of_all, split_by_plan
+from tests.recipes.folders import CLASSIFICATION, module_of
 from tests.unit.ranks import gradients_of, largest, tell
 
+columns = module_of(CLASSIFICATION, "my_utils_tensor_parallel")
 LLAMA, BERT = "llama", "bert"
 CASES: dict[str, dict[str, object]] = {
     "full": {"technique": "full", "model": LLAMA, "target_modules": "all"},
@@ -105,8 +106,8 @@ def trained(model: torch.nn.Module) -> list[bool]:
 def model_of(run: RunConfig, rank: Rank) -> torch.nn.Module:
     """This rank's part of the model, as the workflows load and divide it."""
     if run.parallel == "tp":
-        mesh = mesh_of_all(rank)
-        return split_by_plan(load_columns(run, rank, mesh), mesh)
+        mesh = columns.mesh_of_all(rank)
+        return columns.split_by_plan(columns.load_columns(run, rank, mesh), mesh)
     mesh = mesh_of(rank, run)
     return shard(load_parts(run, rank, mesh), run, mesh)
 
@@ -116,14 +117,14 @@ def compare(case: str, folder: Path, rank: Rank) -> Found:
     set_seed(3)
     with (
         growth(found),
-        patch.object(sys.modules[part_class(run).__module__], "with_trained_weights") as train,
+        patch.object(columns if run.parallel == "tp" else fsdp, "with_trained_weights") as train,
     ):
         train.side_effect = lambda base, run: with_trained_weights(noted(base, found), run)
         model = model_of(run, rank)
     drawn = torch.rand(1).item()
     found["held"] = byte_count(tensors_of(model))
     if run.parallel == "tp":
-        check_split(model, 2)
+        columns.check_split(model, 2)
     else:
         check_fully_sharded(model, 2)
     set_seed(3)

@@ -23,7 +23,7 @@ from common.models.shards import byte_count, full_weights, global_numel, local_p
 from common.planning import host_memory
 from common.runtime.rank import start_rank
 from common.training.deepspeed_config import deepspeed_config
-from common.training.zero import hand_over
+from tests.recipes.folders import SHARDED
 from tests.unit.ranks import tell
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -67,6 +67,8 @@ def in_columns(kind: str, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 def by_deepspeed(kind: str, mesh: DeviceMesh) -> PreTrainedModel:
+    from my_utils_full_finetuning_with_fsdp import hand_over  # the run folder's
+
     model = by_dimensions(kind, mesh, lambda name: 0)
     hand_over(model, deepspeed_config(replace(RUN, parallel="zero3"), SIZES["hidden_size"]), mesh)
     return model
@@ -123,6 +125,7 @@ def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[s
 
 
 def main() -> None:
+    sys.path.insert(0, str(SHARDED))
     torch.set_num_threads(1)
     rank = start_rank(RUN)
     mesh, folder = init_device_mesh("cpu", (2,)), Path(sys.argv[1])

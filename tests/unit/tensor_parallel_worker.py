@@ -27,16 +27,12 @@ from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training.optimizers import make_optimizer
 from common.training.part import Part
-from common.training.tensor_parallel import (
-    PLAN,
-    check_split,
-    check_whole_weights_agree,
-    clip_gradients,
-    split_by_plan,
-    split_dimension,
-)
+from common.training.tensor_parallel import check_whole_weights_agree, clip_gradients, split_dimension
 from common.training.usage import SentBytes
+from tests.recipes.folders import CLASSIFICATION, module_of
 from tests.unit.ranks import gradients_of, largest, tell
+
+columns = module_of(CLASSIFICATION, "my_utils_tensor_parallel")
 
 LAYERS, HIDDEN, ADAPTER_RANK, VOCABULARY, LENGTH, ROWS = 2, 48, 8, 64, 10, 6
 LENGTHS = (10, 4, 7, 10, 2, 9)
@@ -142,7 +138,7 @@ def relative(first: list[float], second: list[float]) -> float:
 
 
 def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
-    steps, one, divided = batches(case[0], 5), toy(*case), split_by_plan(toy(*case), mesh)
+    steps, one, divided = batches(case[0], 5), toy(*case), columns.split_by_plan(toy(*case), mesh)
     optimizer = optimizer_of(divided, "sgd")
     losses, norms = trained(one, optimizer_of(one, "sgd"), steps, clip_grad_norm_)
     own_losses, own_norms = trained(divided, optimizer, steps, partial(clip_gradients, device="cpu"))
@@ -170,8 +166,8 @@ def held_share(weights: list[torch.Tensor]) -> float:
 
 
 def passes(case: Case, mesh: DeviceMesh, batch: Batch) -> Found:
-    one, divided, forward, backward = toy(*case), split_by_plan(toy(*case), mesh), SentBytes(), SentBytes()
-    check_split(divided, mesh.size())
+    one, divided, forward, backward = toy(*case), columns.split_by_plan(toy(*case), mesh), SentBytes(), SentBytes()
+    columns.check_split(divided, mesh.size())
     with torch.no_grad():
         logits = (logits_of(divided, batch) - logits_of(one, batch)).abs().max().item()
     loss_of(one, batch).backward()
@@ -217,7 +213,7 @@ def said(what: Callable[..., object], *arguments: object) -> str:
 
 def said_after_dropout(case: Case, mesh: DeviceMesh, name: str, seed: int, precision: torch.dtype) -> str:
     """Of a divided model's copies after three steps with dropout, its masks from `seed`."""
-    divided = split_by_plan(toy(*case, dropout=0.1), mesh)
+    divided = columns.split_by_plan(toy(*case, dropout=0.1), mesh)
     optimizer = optimizer_of(divided, name)
     torch.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
@@ -237,18 +233,18 @@ def refusals(mesh: DeviceMesh, rank: Rank) -> dict[str, str]:
             said_of_it = said_after_dropout(cases()[name], mesh, optimizer, seed, precision)
             found[f"seeded {how}: {name}, {precision}"] = said_of_it
     three, with_nan = base_toy("Bert", heads=3), base_toy("Bert")
-    found["three heads"] = said(split_by_plan, three, mesh)
+    found["three heads"] = said(columns.split_by_plan, three, mesh)
     found["three heads: divided"] = "".join(
         name for name, each in three.named_parameters() if isinstance(each, DTensor)
     )
-    divided = split_by_plan(base_toy("Bert"), mesh)
-    with patch.dict(PLAN):
-        del PLAN["output.dense"], PLAN["intermediate.dense"]
-        short = split_by_plan(base_toy("Bert"), mesh)
-    found["a part of the plan"] = said(check_split, short, 2)
-    found["three ranks"] = said(check_split, divided, 3)
+    divided = columns.split_by_plan(base_toy("Bert"), mesh)
+    with patch.dict(columns.PLAN):
+        del columns.PLAN["output.dense"], columns.PLAN["intermediate.dense"]
+        short = columns.split_by_plan(base_toy("Bert"), mesh)
+    found["a part of the plan"] = said(columns.check_split, short, 2)
+    found["three ranks"] = said(columns.check_split, divided, 3)
     parallelize_module(divided.bert.pooler, mesh, {"dense": ColwiseParallel()})
-    found["pooler divided"] = said(check_split, divided, 2)
+    found["pooler divided"] = said(columns.check_split, divided, 2)
     torch.nn.init.constant_(with_nan.classifier.bias, float("nan"))
     found["no number"] = said(check_whole_weights_agree, with_nan)
     return found

@@ -1,8 +1,9 @@
 """A classifier's loss and metrics are those of all rows at any division; intervals and matrices are the textbook's."""
 
 import csv
+import importlib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from common.base.paths import REPOSITORY
 from common.data.rows import IGNORED_LABEL
 from common.runtime.world import Rank
-from common.tasks.classification import (
-    Classified,
-    accuracy_interval,
-    class_metrics,
-    class_results,
-    macro_f1,
-    macro_f1_interval,
-)
+from common.tasks.classification import class_metrics, class_results
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, step_loss
 from common.tasks.predictions import report_predictions
 
@@ -28,9 +23,12 @@ MEANT, FOUND = (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 2)
 
 
 @pytest.fixture
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the bootstrap, which takes seconds."""
-    monkeypatch.setattr("common.tasks.classification.BOOTSTRAP_SAMPLES", 150)
+def scores(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Those of 3.1, with few samples of the bootstrap, which takes seconds."""
+    monkeypatch.syspath_prepend(REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2")
+    found = importlib.import_module("my_utils_classification_scores")
+    monkeypatch.setattr(found, "BOOTSTRAP_SAMPLES", 150)
+    return found
 
 
 def logits_and_labels(rows: int, seed: int, ignored: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,38 +70,36 @@ def test_losses_of_uneven_shares_add_up_to_the_mean_of_the_whole() -> None:
     assert step_loss(SequenceClassifierOutput(logits=logits), labels) == whole
 
 
-def test_the_interval_of_accuracy_is_wilsons() -> None:
+def test_the_interval_of_accuracy_is_wilsons(scores: ModuleType) -> None:
     """8 of 10, z = 1.96: (0.8 + z^2/20 -+ z sqrt(0.016 + z^2/400)) / (1 + z^2/10); 10 of 10: from 10 / (10 + z^2)."""
-    assert accuracy_interval((1,) * 8 + (0, 2), (1,) * 10) == pytest.approx((0.49016, 0.94332), abs=1e-5)
-    assert accuracy_interval((1,) * 10, (1,) * 10) == (pytest.approx(0.72247, abs=1e-5), 1)
+    assert scores.accuracy_interval((1,) * 8 + (0, 2), (1,) * 10) == pytest.approx((0.49016, 0.94332), abs=1e-5)
+    assert scores.accuracy_interval((1,) * 10, (1,) * 10) == (pytest.approx(0.72247, abs=1e-5), 1)
 
 
-def test_macro_f1_is_the_mean_of_the_classes() -> None:
+def test_macro_f1_is_the_mean_of_the_classes(scores: ModuleType) -> None:
     """F1 of the classes: 2 * 2 / (2 + 3), 2 * 1 / (2 + 2), 2 * 1 / (2 + 1)."""
-    assert macro_f1(FOUND, MEANT) == pytest.approx((4 / 5 + 1 / 2 + 2 / 3) / 3)
-    assert macro_f1((0, 0), (0, 1)) == pytest.approx((2 / 3 + 0) / 2)  # a class that is never found
+    assert scores.macro_f1(FOUND, MEANT) == pytest.approx((4 / 5 + 1 / 2 + 2 / 3) / 3)
+    assert scores.macro_f1((0, 0), (0, 1)) == pytest.approx((2 / 3 + 0) / 2)  # a class that is never found
 
 
-@pytest.mark.usefixtures("few_samples")
-def test_the_interval_of_macro_f1_brackets_it_and_narrows_with_rows() -> None:
+def test_the_interval_of_macro_f1_brackets_it_and_narrows_with_rows(scores: ModuleType) -> None:
     (low, high), (later_low, later_high), again = (
-        macro_f1_interval(FOUND * times, MEANT * times) for times in (10, 50, 10)
+        scores.macro_f1_interval(FOUND * times, MEANT * times) for times in (10, 50, 10)
     )
-    assert low < later_low < macro_f1(FOUND, MEANT) < later_high < high
+    assert low < later_low < scores.macro_f1(FOUND, MEANT) < later_high < high
     assert later_high - later_low < (high - low) / 1.5
-    assert (again, macro_f1_interval((1,), (1,))) == ((low, high), (0.0, 1.0)), "of one row it is not known"
+    assert (again, scores.macro_f1_interval((1,), (1,))) == ((low, high), (0.0, 1.0)), "of one row it is not known"
 
 
-@pytest.mark.usefixtures("few_samples")
 def test_what_was_found_is_summed_up_and_written_line_by_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scores: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the matrix, the classes meant are lines and those found columns, also those that no row has."""
-    classified = Classified(LABELS, FOUND, MEANT)
+    classified = scores.Classified(LABELS, FOUND, MEANT)
     summary = classified.summary()
     assert [summary[name] for name in ("accuracy", "rows", "labels")] == [pytest.approx(4 / 6), 6, list(LABELS)]
     assert summary["confusion"] == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
-    assert Classified(LABELS, (0,), (0,)).summary()["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert scores.Classified(LABELS, (0,), (0,)).summary()["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert str(classified).startswith("accuracy 0.6667 (0.300 to 0.903), macro-F1 0.656")
     lines = classified.lines([{"text": f'"{n}",\n', "label": LABELS[label]} for n, label in enumerate(MEANT)])
     assert lines[2] == {"row": 3, "text": '"2",\n', "label": "events", "found": "prices"}

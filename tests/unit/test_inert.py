@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 from hypothesis import given, strategies as st
 
-from bench.tables.markdown import as_markdown
-from common.base.inert import csv_cell, csv_text, json_in_html, markdown_cell, one_line, printable
+from bench.page.page import json_in_html
+from bench.tables.markdown import as_markdown, markdown_cell
+from common.base.inert import csv_cell, csv_text, one_line, printable
 from common.reporting.layout import fitted
 from common.tasks.samples import before_and_after, predictions, samples
 

@@ -24,7 +24,7 @@ from common.planning.shares import Share, part_of_rank, trained_parameters, whol
 from common.planning.terms import PARTS
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
-from common.training.tensor_parallel import split_by_plan
+from tests.recipes.folders import CLASSIFICATION, module_of
 
 LLAMA = read_architecture("llama-3.1-8b")
 BATCH = BatchShape(2, 512, 511)
@@ -407,7 +407,7 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
     with fake_group(0, 2), Summed() as summed:
         model = classifier("all-minilm-l6-v2")
         model = with_adapters(model) if technique == "lora" else model
-        split_by_plan(model, init_device_mesh("cpu", (2,)))
+        module_of(CLASSIFICATION, "my_utils_tensor_parallel").split_by_plan(model, init_device_mesh("cpu", (2,)))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(model, TEXTS, precision)
         loss.backward()

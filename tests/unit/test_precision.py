@@ -13,7 +13,7 @@ from common.models.divided import mesh_of
 from common.models.trained_weights import with_trained_weights
 from common.planning.job import BatchShape, Job
 from common.runtime.world import Rank
-from common.training import fsdp, tensor_parallel
+from common.training import fsdp
 from common.training.ddp import data_parallel
 from common.training.deepspeed_config import deepspeed_config
 from common.training.fsdp import Shards, shard
@@ -22,6 +22,9 @@ from common.training.pipeline import Pipeline
 from common.training.pipeline_parallel import Stage
 from common.training.tensor_parallel import Columns
 from common.training.zero import ZeroPart
+from tests.recipes.folders import CLASSIFICATION, module_of
+
+columns = module_of(CLASSIFICATION, "my_utils_tensor_parallel")
 
 ALONE = Rank(0, 1, "cpu", "python")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -37,7 +40,7 @@ PARTS: dict[str, tuple[type[Part], str, Callable[..., object]]] = {
     "DDP": (Part, "ddp", lambda model, run: data_parallel(model, Rank(0, 2, "cpu", "python"))),
     "FSDP": (Shards, "fsdp", lambda model, run: shard(model, run, mesh_of(ALONE, run))),
     "pipeline": (Stage, "pp", lambda model, run: Pipeline(model, run, ALONE)),
-    "tensor parallel": (Columns, "tp", lambda model, run: model),
+    "tensor parallel": (Columns, "tp", lambda model, run: columns.split_by_plan(model, columns.mesh_of_all(ALONE))),
     "one from outside": (FromOutside, "single", lambda model, run: model),
 }
 """What a rank holds, by which parallelism, and what that makes of a model."""
@@ -105,7 +108,6 @@ def test_a_step_computes_in_the_precision_of_the_run(
 ) -> None:
     """Adapters too, which are fp32 beside a base in bf16."""
     monkeypatch.setattr(fsdp, "check_fully_sharded", lambda *_: None)  # among one rank nothing is divided
-    monkeypatch.setattr(tensor_parallel, "check_split", lambda *_: None)
     kind, parallel, divided = PARTS[held]
     run = run_of(parallel, technique, precision)
     model = toy(run)

@@ -1,8 +1,8 @@
 """What config.json, the tokenizer and the settings tell is refused, or done, before a model loads."""
 
+import importlib
 import json
 import math
-import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,11 +38,10 @@ from common.models.trained_weights import layers_called
 from common.planning.architectures import read_architecture
 from common.planning.model_configs import MODEL_CONFIGS, find_config, reach_of_positions
 from common.tasks.answers import Judge
-from common.tasks.classification import Classified
 from common.training.loop import TrainingLoop
 from common.training.part import part_class
 
-CLASSIFIER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2" / "my_utils_text_classification.py"
+CLASSIFIER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 RUN = RunConfig(independent_judge="none", report_to="none")
 PIPELINE = {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2}
 REPLICAS = {"technique": "lora", "parallel": "ddp", "devices": 2}
@@ -363,15 +362,17 @@ def test_the_planner_refuses_what_is_no_number() -> None:
 
 
 def test_of_many_labels_records_and_sentences_have_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.tasks.classification.macro_f1_interval", lambda *_: (0.0, 1.0))
+    monkeypatch.syspath_prepend(CLASSIFIER)
+    scores, utils = map(importlib.import_module, ("my_utils_classification_scores", "my_utils_text_classification"))
+    monkeypatch.setattr(scores, "macro_f1_interval", lambda *_: (0.0, 1.0))
     labels = tuple(f"label {number}" for number in range(50_000))
     meant = (*range(2_000), *[7] * 5)
-    summary = Classified(labels, meant, meant).summary()
+    summary = scores.Classified(labels, meant, meant).summary()
     assert (summary["classes"], len(summary["labels"]), len(summary["confusion"])) == (50_000, 100, 100)
     assert summary["confusion"][summary["labels"].index("label 7")][summary["labels"].index("label 7")] == 6
     assert len(json.dumps(summary)) < 100_000
     rows = [{"text": "x", "label": label, "where": f"train.csv, row {number}"} for number, label in enumerate(labels)]
-    assert len(runpy.run_path(str(CLASSIFIER))["class_shares"](rows)) == 100
+    assert len(utils.class_shares(rows)) == 100
     other = [{"text": "x", "label": "none of these", "where": "test.csv, row 1"}]
     splits = Splits(rows, rows[:1], other)
     assert len(say_balance(splits)) < 2_000

@@ -8,13 +8,9 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import BertConfig, DistilBertConfig, PretrainedConfig
 
 from common.base.errors import BadInputError
-from common.training.tensor_parallel import (
-    PLAN,
-    check_divisible,
-    check_split,
-    clip_gradients,
-    planned_dimensions,
-)
+from common.base.run_config import RunConfig
+from common.runtime.world import Rank
+from common.training.tensor_parallel import Columns, check_divisible, clip_gradients
 from tests.unit import tensor_parallel_worker as worker
 from tests.unit.ranks import found_by_ranks
 
@@ -104,12 +100,15 @@ def test_every_rank_refuses_what_is_not_as_planned(compared: dict[str, list], wh
 
 
 def test_the_plan_divides_six_matrices_a_layer_and_half_of_an_adapter() -> None:
-    full = planned_dimensions(worker.base_toy("Bert"))
+    full = worker.columns.planned_dimensions(worker.base_toy("Bert"))
     divided = [name for name, dimension in full.items() if dimension is not None]
-    assert len(divided) == worker.LAYERS * (len(PLAN) + 4)  # and the biases of four
+    assert len(divided) == worker.LAYERS * (len(worker.columns.PLAN) + 4)  # and the biases of four
     outputs = ("encoder.layer.1.output.dense.weight", "encoder.layer.1.output.dense.bias", "pooler.dense.weight")
     assert [full[f"bert.{name}"] for name in outputs] == [1, None, None]
-    adapted, layer = planned_dimensions(worker.toy("Roberta", "all-linear")), "base_model.model.roberta.encoder.layer.0"
+    adapted, layer = (
+        worker.columns.planned_dimensions(worker.toy("Roberta", "all-linear")),
+        "base_model.model.roberta.encoder.layer.0",
+    )
     parts = ("self.query.base_layer.bias", "self.query.lora_A.default.weight", "self.query.lora_B.default.weight")
     assert [adapted[f"{layer}.attention.{part}"] for part in parts] == [0, None, 0]
     assert [adapted[f"{layer}.output.dense.lora_{half}.default.weight"] for half in "AB"] == [1, None]
@@ -136,7 +135,9 @@ def test_what_ranks_cannot_share_is_refused(config: PretrainedConfig, ranks: int
 def test_a_whole_model_is_no_divided_one() -> None:
     whole = worker.base_toy("Bert")
     with pytest.raises(RuntimeError, match=r"query\.weight is whole, and this rank has 2,304 of its 2,304 elements"):
-        check_split(whole, 2)
+        worker.columns.check_split(whole, 2)
+    with pytest.raises(RuntimeError, match="No weight is divided"):
+        Columns(whole, RunConfig(task="classification", parallel="tp", devices=2), Rank(0, 2, "cpu", "torchrun"))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -8,8 +8,8 @@ import pytest
 from valohai import distributed
 
 from common.base.errors import BadInputError
-from common.valohai_step import data_option, main, name_model, torchrun_options, world_options
 from tests.valohai_task import distributed_task
+from valohai_step import data_option, main, name_model, torchrun_options, world_options
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -1,9 +1,9 @@
 """What a step of valohai.yaml needs around a workflow: where machines meet, its input, and a name for its model.
 
-    python -m common.valohai_step torchrun-options
-    python -m common.valohai_step world-options
-    python -m common.valohai_step data-option
-    python -m common.valohai_step name-model --alias chat-summarizer
+    python valohai_step.py torchrun-options
+    python valohai_step.py world-options
+    python valohai_step.py data-option
+    python valohai_step.py name-model --alias chat-summarizer
 
 Valohai puts the files of an input into a folder, and reads metadata of an output from a file of the same name with
 `.metadata.json` after it.
