@@ -28,7 +28,9 @@ HUB_IDS = {
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "roberta-large": "FacebookAI/roberta-large",
     SMOLLM2: SMOLLM2,
 }
