@@ -55,6 +55,7 @@ FAMILY_SHAPES = {
     "phi-4": ((4, 512), (1, 8192)),
     "gemma-3-1b": ((8, 256), (2, 2048)),
 }
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 # with points of full fine-tuning of the linear layers alone
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
@@ -116,6 +117,8 @@ def error_entries(
 def dry_run_grid() -> list[Step]:
     """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases.
 
+    These are long rows, divided layers, mixtures, and pictures.
+
     Full fine-tuning is of every weight, but for some points with linear layers only, or with divided layers.
     """
     techniques, checkpointings = ("lora", "full"), (False, True)
@@ -140,7 +143,23 @@ def dry_run_grid() -> list[Step]:
         step_of("lora", model, checkpointing, shape, lora_dropout=0.0)
         for model, checkpointing, shape in product(DECODERS, checkpointings, SHAPES)
     ]
-    return [*points, *divided_points(), *seeing_points(), *family_points()]
+    return [*points, *family_points(), *mixture_points(), *divided_points(), *seeing_points()]
+
+
+def mixture_points() -> list[Step]:
+    """Mixtures of experts, of whose adapters attention has all.
+
+    Frozen experts are in bf16 alone: of fp32 Transformers' fallback, which dry runs take, makes gradients that a GPU's
+    grouped product does not.
+    """
+    ways = [("lora", "bf16"), *(("full", precision) for precision in ("bf16", "bf16-mixed", "fp32"))]
+    attention = {"full": {}, "lora": {"target_modules": "q_proj,k_proj,v_proj,o_proj"}}
+    return [
+        step_of(technique, model, checkpointing, shape, precision=precision, **attention[technique])
+        for model, (technique, precision), (checkpointing, shape) in product(
+            MIXTURES, ways, ((False, (2, 512)), (True, (4, 2048)))
+        )
+    ]
 
 
 def divided_points() -> list[Step]:

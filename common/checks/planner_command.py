@@ -20,15 +20,22 @@ from common.checks.rent_command import rent_answer
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu
 from common.hardware.prices import usual_price
-from common.planning.architectures import as_classifier, read_architecture
+from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
-from common.planning.job import Job
+from common.planning.job import NOT_IN_4_BITS, Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plan_texts import explanation, recommendation, table, why
 from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.ranking import LONGEST_FIRST, SORTED_BY, ranked_plans, usual_precision, with_longest_rows
+from common.planning.ranking import (
+    LONGEST_FIRST,
+    SORTED_BY,
+    planned_techniques,
+    ranked_plans,
+    usual_precision,
+    with_longest_rows,
+)
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
@@ -233,6 +240,7 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}"
         if len(best.devices) > 1
         else "",
+        *_of_mixture(best.architecture, options),
         PIPELINES if any(plan.job.parallelism.pipelines for plan in plans) else "",
         *(
             f"{name}: hybrid sharding, {plan.job.dp_replicate_size} copies of the model, each sharded by "
@@ -242,6 +250,19 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         *(_price(gpu, options.usd_per_hour) for gpu in dict.fromkeys(best.cluster.gpus)),
     ]
     return list(filter(None, said))
+
+
+def _of_mixture(architecture: Architecture, options: PlannerOptions) -> list[str]:
+    if not architecture.experts:
+        return []
+    at_work = architecture.parameters - architecture.expert_weights * (1 - architecture.chosen / architecture.experts)
+    said = [
+        f"a mixture: all {architecture.experts} experts of each layer are held, and {architecture.chosen} work on a "
+        f"token ({at_work / 1e9:.3g}B parameters); adapters are on attention alone; under autocast experts compute in "
+        "fp32; its times are less certain: Mixtral's rates with Transformers' older kernels were 0.71 to 0.86 of these"
+    ]
+    left_out = set(options.techniques) - set(planned_techniques(architecture, options.techniques))
+    return said + [f"{TECHNIQUES[name].label} is left out: {architecture.name} is {NOT_IN_4_BITS}" for name in left_out]
 
 
 def _price(gpu: Gpu, given: float | None) -> str:

@@ -33,8 +33,7 @@ from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, gpu_o
 from common.hardware.prices import usual_price
 from common.models.answering import answering_stages
 from common.models.placement import Placement, evaluation_of_rows, place_stages, with_rows_at_once
-from common.planning.architectures import read_architecture
-from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
+from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape, architecture_of_run
 from common.planning.plan_texts import outlined, why
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run
 from common.planning.terms import DeviceMemory
@@ -57,7 +56,7 @@ def place_and_plan(
     """Return which stage holds which layers (with mp and pp) with the plan, and why there is none, where it is None."""
     device, no_plan = device_of(run), ""
     try:
-        read_architecture(run.model, run.model_revision)
+        architecture_of_run(run, batch)
     except NotPlannedError as unknown:
         no_plan = str(unknown)
     if run.optim not in OPTIMIZER_BYTES:

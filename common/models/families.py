@@ -27,7 +27,8 @@ from common.models.trained_weights import (
     layers_called,
     with_trained_weights,
 )
-from common.planning.architectures import check_shares_heads, is_known_architecture
+from common.planning.architectures import check_shares_heads
+from common.planning.job import is_planned
 
 LEAST_QUANTIZED_SHARE = 0.9
 LEAST_REACHED_SHARE = 0.5  # of the layers, by adapters
@@ -134,7 +135,7 @@ def _dropout(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 def _device_map(run: RunConfig, config: PretrainedConfig) -> Changes:
     is_balanced = run.parallelism.layers_in_turn and run.device_map == "balanced"
-    if not is_balanced or is_known_architecture(run.model, run.model_revision):
+    if not is_balanced or is_planned(run):
         return {}, ""
     return {"device_map": "even"}, f"device_map is even, as the closed form does not know the kind {config.model_type}"
 

@@ -24,7 +24,7 @@ from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
 from common.models.stages import StageMap, stage_of
 from common.models.trained_weights import layers_called
-from common.planning.architectures import Architecture, is_known_architecture
+from common.planning.architectures import Architecture
 from common.planning.device_maps import (
     balanced_shares,
     check_device_map,
@@ -34,7 +34,15 @@ from common.planning.device_maps import (
     shares_of_map,
 )
 from common.planning.host_memory import offloaded
-from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, evaluation_of_run, job_of_run
+from common.planning.job import (
+    BatchShape,
+    EvaluationShape,
+    Job,
+    architecture_of_run,
+    evaluation_of_run,
+    is_planned,
+    job_of_run,
+)
 from common.planning.plan_texts import phase_that_is_too_large
 from common.planning.plans import Plan, make_plan, plan_run, with_rows_for
 from common.planning.time_plan import Cluster, calibration_from
@@ -69,7 +77,7 @@ def place_stages(
         NotPlannedError: the closed form does not know the model, and pp or a balanced map needs it.
     """
     may_count_modules = run.parallelism.layers_in_turn and run.device_map != "balanced"
-    if may_count_modules and not is_known_architecture(run.model, run.model_revision):
+    if may_count_modules and not is_planned(run):
         return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
     architecture, job, gpus = _divided(run, batch, gpu, evaluation)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)

@@ -17,6 +17,7 @@ class Block(StrEnum):
 
     ATTENTION = "attention"
     MLP = "mlp"
+    ROUTER = "router"  # which chooses a mixture's experts; it is trained where every weight is, and takes no adapter
 
 
 class StackKind(StrEnum):
@@ -39,11 +40,23 @@ class Linear:
     # reads its block's own result, not the hidden state; tensor parallelism divides its inputs, the others' outputs
     ends_block: bool = False
     reads_encoder: bool = False  # not the hidden state of its own layer
+    experts: int = 1  # matrices of this shape that a mixture has of it, as one parameter
+    chosen: int = 1  # of these for a token
 
     @property
     def weights(self) -> int:
         """Without biases."""
-        return self.inputs * self.outputs
+        return self.experts * self.inputs * self.outputs
+
+    @property
+    def weights_at_work(self) -> int:
+        """Those that a token is multiplied with."""
+        return self.chosen * self.inputs * self.outputs
+
+    @property
+    def cast_weights(self) -> int:
+        """Those that autocast copies; it does not know the grouped product of experts."""
+        return self.weights * (self.experts == 1)
 
     @property
     def parameters(self) -> int:
@@ -82,7 +95,7 @@ class Architecture:
     name: str
     model_type: str
     hidden: int
-    intermediate: int
+    intermediate: int  # the MLP's; of a mixture that of all experts together that are chosen for a token
     heads: int
     kv_heads: int
     head_dim: int
@@ -97,6 +110,8 @@ class Architecture:
     classes: int = 0  # labels that the head tells apart, and its `vocab`; 0 = it predicts tokens
     window: int = 0  # tokens that attention looks back, in some layers at least; 0 = all
     tower: "Tower | None" = None  # what makes tokens of images
+    experts: int = 0  # of a mixture, in each layer
+    chosen: int = 0  # of these for a token
 
     @property
     def family(self) -> "Family":
@@ -134,6 +149,13 @@ class Architecture:
         return sum(stack.layers * stack.matrix_weights for stack in self.stacks)
 
     @property
+    def expert_weights(self) -> int:
+        """Of all layers' experts; 0 where it is no mixture."""
+        return sum(
+            stack.layers * linear.weights for stack in self.stacks for linear in stack.linears if linear.experts > 1
+        )
+
+    @property
     def widest_matrix(self) -> int:
         """Weights of the largest matrix in a layer."""
         return max(linear.weights for stack in self.stacks for linear in stack.linears)
@@ -146,6 +168,12 @@ class Architecture:
                 parts[linear.name] = parts.get(linear.name, 0) + stack.layers * linear.parameters
         norms = sum(stack.layers * stack.norm_parameters for stack in self.stacks) + self.final_parameters
         return parts | {"norms": norms, "head": self.head_parameters} | (self.tower.by_part() if self.tower else {})
+
+    @property
+    def names_to_adapt(self) -> tuple[str, ...]:
+        """Projections that adapters are planned on: all, of a mixture those of attention."""
+        linears = (linear for stack in self.stacks for linear in stack.linears)
+        return tuple(dict.fromkeys(each.name for each in linears if each.block == Block.ATTENTION or not self.experts))
 
     @property
     def tower_parameters(self) -> int:
@@ -198,15 +226,6 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     except KeyError as missing:
         raise BadInputError(f"{place} lacks the key {missing}: take the config.json as published.") from None
     return as_classifier(architecture, classes) if classes else architecture
-
-
-def is_known_architecture(model: str, revision: str = "") -> bool:
-    """Return whether the closed form knows `model`; raise as `read_architecture` where its config is wrong."""
-    try:
-        read_architecture(model, revision)
-    except NotPlannedError:
-        return False
-    return True
 
 
 def as_classifier(architecture: Architecture, classes: int) -> Architecture:
@@ -284,6 +303,7 @@ class Family:
     normalizes_queries: bool = False  # queries and keys have norms of their own: one for all heads
     normalizes_whole_queries: bool = False  # of all heads at once
     fuses_linears: bool = False  # queries, keys and values come from one projection, gate and up from another one
+    routes_in_fp32: bool = False  # a mixture weighs what its experts make with numbers in fp32
     has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
     # names of modules: the last two follow the layers, to predict tokens, or to classify (empty = not planned)
     embeddings: str = "model.embed_tokens"
@@ -332,6 +352,27 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         tied=config.get("tie_word_embeddings", family.tied),
         window=(config.get("sliding_window") or 0) * config.get("use_sliding_window", True),
     )
+
+
+def _mixture(name: str, config: dict[str, Any]) -> Architecture:
+    """Return a decoder whose MLPs are mixtures: a router, and the experts' matrices, each kind as one parameter."""
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise NotPlannedError(
+            f"Only some layers of {name} are mixtures of experts, which the closed form does not know."
+        )
+    dense = _llama_like(name, config)
+    (stack,), hidden, chosen = dense.stacks, dense.hidden, config["num_experts_per_tok"]
+    experts = config.get("num_local_experts") or config["num_experts"]
+    wide = config.get("moe_intermediate_size") or dense.intermediate
+    of_experts = {"block": Block.MLP, "experts": experts, "chosen": chosen}
+    linears = (
+        *(linear for linear in stack.linears if linear.block == Block.ATTENTION),
+        Linear("gate", hidden, experts, block=Block.ROUTER),
+        Linear("experts", hidden, 2 * wide, **of_experts),
+        Linear("experts", wide, hidden, **of_experts, ends_block=True),
+    )
+    stacks = (replace(stack, linears=linears),)
+    return replace(dense, intermediate=chosen * wide, stacks=stacks, experts=experts, chosen=chosen)
 
 
 BERT_NAMES = ("query", "key", "value", "attention.output.dense", "intermediate.dense", "output.dense")
@@ -433,6 +474,8 @@ FAMILIES = {
     "olmo2": Family(_llama_like, has_wide_norms=True, normalizes_queries=True, normalizes_whole_queries=True),
     "gemma3_text": Family(_llama_like, tied=True, norms=4, has_wide_norms=True, normalizes_queries=True),
     "phi3": Family(_llama_like, fuses_linears=True),
+    "mixtral": Family(_mixture, routes_in_fp32=True),
+    "qwen3_moe": Family(_mixture, normalizes_queries=True),
     "bert": Family(
         _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",
         heads=("cls",), classifier=("bert.pooler", "classifier"),

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
-from common.base.specs import TASKS, HasSpecs, Task, equal_groups
+from common.base.specs import TASKS, HasSpecs, Task, Technique, equal_groups
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
@@ -25,6 +25,7 @@ OPTIMIZER_BYTES = {
 }
 OTHER_TOKENS = 96  # of a text of assets/general, at most
 LOGITS_AT_ONCE = 2**25  # of a decoder's loss in chunks of tokens: a chunk's, at most (128 MiB in fp32)
+NOT_IN_4_BITS = "a mixture of experts, whose weights bitsandbytes' layers do not store in 4 bits"
 ALL_LINEAR = ("all-linear",)  # every linear layer but the head
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
 QUANTIZED_BYTES = {
@@ -296,6 +297,8 @@ class Job(HasSpecs):
         return self.tiled_mlp and linear.block == Block.MLP
 
     def _is_target(self, linear: Linear) -> bool:
+        if linear.block == Block.ROUTER:
+            return not self.target_modules
         return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
 
     @property
@@ -322,15 +325,44 @@ class Job(HasSpecs):
         on_one = dict.fromkeys(("devices", "dp_replicate_size", "sp_size", "micro_batches"), 1)
         return replace(self, batch=batch, parallel="single", offload=False, **on_one, **changes)
 
+    def with_targets_of(self, architecture: Architecture) -> "Job":
+        """Return the job with adapters on a mixture's attention alone, where it does not name layers."""
+        is_open = self.method.has_adapters and self.target_modules in ((), ALL_LINEAR)
+        return replace(self, target_modules=architecture.names_to_adapt) if is_open and architecture.experts else self
+
     def check_targets(self, architecture: Architecture) -> None:
-        """Refuse target modules that the model does not have, with the names that it has."""
-        names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
+        """Refuse target modules that the model does not have, with the names that it has; as `check_experts` does."""
+        check_experts(architecture, self.method, self.target_modules)
+        if architecture.experts and self.tiled_mlp:
+            raise NotPlannedError(
+                f"--tiled-mlp: each expert of {architecture.name} has a part of the tokens: leave it out."
+            )
+        linears = (linear for stack in architecture.stacks for linear in stack.linears)
+        names = dict.fromkeys(linear.name for linear in linears if linear.block != Block.ROUTER)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
                 raise NotPlannedError(
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
                     f"{','.join(names)}."
                 )
+
+
+def check_experts(architecture: Architecture, method: Technique, targets: tuple[str, ...]) -> None:
+    """Refuse a mixture in 4 bits, as runs do, and adapters on its experts: PEFT's `all-linear` may be on them, too.
+
+    (peft/utils/transformers_weight_conversion.py: a layer's experts have one adapter of their own each, which is added
+    to all of their weights in each pass.)
+    """
+    name, known = architecture.name, architecture.names_to_adapt
+    if not architecture.experts or not method.has_adapters:
+        return
+    if method.quantizes:
+        raise NotPlannedError(f"--technique {method.name}: {name} is {NOT_IN_4_BITS}: pass --technique lora.")
+    if not targets or not set(targets) <= set(known):
+        raise NotPlannedError(
+            f"target_modules is {','.join(targets) or 'all-linear'}, but adapters on the experts of {name} are not "
+            f"planned: pass --target_modules {','.join(known)}, or some of these."
+        )
 
 
 def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
@@ -445,5 +477,19 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
 
 
 def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
-    """Return the run's model as `job_of_run` trains it; refuse those of unknown shape, and decoders for labels."""
-    return read_architecture(run.model, run.model_revision, batch.classes)
+    """Return the run's model as `job_of_run` trains it; refuse those of unknown shape, and decoders for labels.
+
+    And mixtures in 4 bits, or with adapters on their experts.
+    """
+    architecture = read_architecture(run.model, run.model_revision, batch.classes)
+    check_experts(architecture, run.method, run.target_names)
+    return architecture
+
+
+def is_planned(run: RunConfig) -> bool:
+    """Return whether the closed form knows the run's model with what it trains; raise where a config is wrong."""
+    try:
+        check_experts(read_architecture(run.model, run.model_revision), run.method, run.target_names)
+    except NotPlannedError:
+        return False
+    return True

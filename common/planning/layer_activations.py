@@ -13,6 +13,8 @@ from common.planning.terms import Kind, Term, activations, numbers, size_of, tim
 # `softmax_backward_cuda_out`)
 SOFTMAX_TEMPORARY_BYTES = 4
 SOFTMAX_FP16_BYTES = -2
+# of each expert that a token chooses: four numbers of places, and five in fp32 of what its result counts
+ROUTE_BYTES = 4 * 8 + 3 * 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class LayerActivations:
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
-        trained = [linear for linear in stack.linears if not linear.ends_block and self._keeps_input(linear)]
+        reading = (linear for linear in stack.linears if not linear.ends_block and linear.experts == 1)
+        trained = [linear for linear in reading if self._keeps_input(linear)]
         of_encoder = sum(linear.reads_encoder for linear in trained)
         if self.casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
             copies = len(trained) - of_encoder
@@ -146,12 +149,44 @@ class LayerActivations:
 
     def _mlp(self, stack: Stack) -> list[Term]:
         keeps_result = any(map(self._keeps_input, _last_of(Block.MLP, stack)))
+        if self.architecture.experts:
+            return self._experts(self.batch.tokens_in(stack), keeps_result)
         if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
         numbers_of_mlp = count * self.batch.tokens_in(stack) * self.architecture.intermediate
         return [activations(what, f"{count} T I a", numbers_of_mlp * self.job.arithmetic_bytes)]
+
+    def _experts(self, tokens: int, keeps_inputs: bool) -> list[Term]:
+        """Return what a mixture keeps (transformers/integrations/moe.py: `grouped_mm_experts_forward`).
+
+        The router's probabilities in fp32, and of each chosen expert where its token comes from and goes to; the
+        experts' results, before they are weighed; and where weights are trained each token's copy for each expert.
+        """
+        architecture, wide = self.architecture, 3 + keeps_inputs
+        results = architecture.chosen * architecture.hidden * (1 + keeps_inputs)
+        inner = tokens * (wide * architecture.intermediate + results) * self.expert_bytes
+        routes = tokens * (4 * architecture.experts + ROUTE_BYTES * architecture.chosen)
+        return [
+            activations("experts' gate, up, silu, results", f"T ({wide} I + {1 + keeps_inputs} k H) z", inner),
+            activations("router", f"T (4 E + {ROUTE_BYTES} k)", routes),
+        ]
+
+    @property
+    def expert_bytes(self) -> int:
+        """`z`: bytes of a number within the experts, which autocast leaves in the format of their weights."""
+        return 4 if self.job.autocasts else self.job.arithmetic_bytes
+
+    def _experts_at_work(self, stack: Stack, keeps_inputs: bool) -> list[Term]:
+        """Return what is beside that while experts are back-propagated: results weighed, or gradients of the MLP's."""
+        architecture, tokens, z = self.architecture, self.batch.tokens_in(stack), self.expert_bytes
+        results = tokens * architecture.chosen * architecture.hidden
+        each = 4 if architecture.family.routes_in_fp32 else z
+        wide = (3 - keeps_inputs) * tokens * architecture.intermediate * z - results * z
+        if wide > 3 * results * each:
+            return [activations("gradients within the experts", f"T ({3 - keeps_inputs} I - k H) z", wide)]
+        return [activations("experts' results while they are weighed", f"3 T k H {each}", 3 * results * each)]
 
     def _dropouts(self, stack: Stack) -> list[Term]:
         count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
@@ -200,7 +235,7 @@ class LayerActivations:
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
-        count = sum(linear.weights for linear in linears) * (self.job.autocasts and not self.job.method.quantizes)
+        count = sum(linear.cast_weights for linear in linears) * (self.job.autocasts and not self.job.method.quantizes)
         return [numbers(Kind.WEIGHTS, "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
 
     # -- the backward pass
@@ -217,6 +252,8 @@ class LayerActivations:
         return [*max(ways, key=size_of), self.passing(stack)]
 
     def _mlp_backward(self, stack: Stack, again: bool) -> list[Term]:
+        if self.architecture.experts:
+            return self._experts_at_work(stack, any(map(self._keeps_input, _last_of(Block.MLP, stack))))
         count = self._gradients_within_mlp
         size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * self.job.arithmetic_bytes
         working = [activations("gradients within the MLP", f"{count} T I a", size)]
@@ -291,7 +328,19 @@ def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, 
 
     Its input, the sum with the attention's result, and the norm of that; then what the MLP makes of it.
     """
-    of_mlp = 3 if architecture.family.is_llama_like else 2
-    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * job.arithmetic_bytes
-    size = tokens * (4 * hidden + of_mlp * width)
-    return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", size)
+    of_mlp, formula = widest_of_mlp(architecture, job.arithmetic_bytes)
+    size = tokens * (4 * architecture.hidden * hidden_bytes + of_mlp * job.arithmetic_bytes)
+    return activations("hidden states of a layer, and its MLP", f"T (4 H x + {formula} a)", size)
+
+
+def widest_of_mlp(architecture: Architecture, a: int) -> tuple[float, str]:
+    """Return the most numbers of `a` bytes that an MLP works on per token when autograd keeps nothing, and the formula.
+
+    Experts copy each token for each of them, and weigh their results while they put them in order.
+    """
+    results, wide = architecture.chosen * architecture.hidden, architecture.intermediate
+    if not architecture.experts:
+        of_mlp = 3 if architecture.family.is_llama_like else 2
+        return of_mlp * wide, f"{of_mlp} I"
+    weighed = 2 + 2 * (4 / a if architecture.family.routes_in_fp32 else 1)
+    return max((4 * wide + results, "(4 I + k H)"), (weighed * results, f"{weighed:g} k H"))

@@ -9,7 +9,8 @@ highest. The activations' terms say what PyTorch's autograd keeps, operation by 
 
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, C those of a chunk, H
 hidden size, I the MLP's size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the
-arithmetic's format, `x` of the format that hidden states travel in between layers, `w` of a weight. With tensor
+arithmetic's format, `x` of the format that hidden states travel in between layers, `w` of a weight. Of a mixture E
+experts, k of them chosen for a token, I the size of these together, `z` bytes of a number within them. With tensor
 parallel heads, I, Q and K are those of one rank. In an encoder-decoder's decoder S are the tokens of a summary; E are
 those of the text, which its cross attention reads, and TE = B x E. With sequence parallel T and P are those of one
 rank; in attention it has all tokens of a part of the heads instead, which takes as much.

@@ -38,7 +38,8 @@ class PairSums(DeviceSums):
         moments = {Moment.HEAD_FORWARD: head}
         if self.job.reads_reference:
             policy, a = self._head_inputs("inputs of the policy's head"), self.job.arithmetic_bytes
-            widest = self.architecture.widest_matrix * self.job.autocasts
+            matrices = [linear.cast_weights for stack, _ in self.stacks for linear in stack.linears]
+            widest = max(matrices) * self.job.autocasts
             copy = numbers(Kind.WEIGHTS, "autocast's copy of the widest matrix", widest, a)
             layer = widest_without_gradients(self.architecture, self.job, self.batch.tokens, self.hidden_bytes)
             moments[Moment.REFERENCE_LAYER] = [policy, layer, copy]

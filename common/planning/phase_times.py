@@ -16,6 +16,7 @@ DISK_GB_PER_S = 2.0  # assumed: each weight is read once (local NVMe drives reac
 FILE_BYTES = 2  # of a weight in the files that are read
 # assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits
 HAND_OVER_S = 100e-6
+COPY_TOUCHES = 3  # of a weight that is copied and multiplied: read, written, read again
 ASSUMED_QUESTIONS = 100  # of the test, where a plan is of no run
 
 
@@ -80,6 +81,9 @@ def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: 
     quantized = architecture.matrix_weights * job.method.quantizes
     weights = quantized * QUANTIZED_BYTES[job.quantization]
     weights += (architecture.parameters - quantized) * job.whole_model_bytes
+    # of a mixture each row's experts are copied (`PhaseSums._answers`), and all others left alone
+    copied = rows * architecture.chosen / architecture.experts if architecture.experts else 1
+    weights += architecture.expert_weights * (COPY_TOUCHES * copied - 1) * job.whole_model_bytes
     tokens = rows * shape.beams * (shape.prompt_length + shape.new_tokens / 2)
     keys = 2 * architecture.layers * tokens * architecture.key_size * job.whole_model_bytes
     read_s = (weights + keys) / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)

@@ -11,11 +11,12 @@ holds some of its layers, and all of them work on the same rows, as many as each
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from common.hardware.devices import Gpu
+from common.hardware.devices import CPU_DEVICE, Gpu
 from common.planning.architectures import Architecture, Block, StackKind
 from common.planning.between_steps import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
+from common.planning.layer_activations import widest_of_mlp
 from common.planning.memory_plan import DeviceSums, Moment, device_sums
 from common.planning.shares import Share, part_of_rank, sees, stages_of, whole_model
 from common.planning.terms import DeviceMemory, Kind, Term, activations, numbers, size_of, times_each
@@ -302,7 +303,7 @@ class PhaseSums:
 
     def _autocast_copies(self) -> list[Term]:
         trained = sum(
-            layers * sum(linear.weights for linear in stack.linears if self.job.trains(linear))
+            layers * sum(linear.cast_weights for linear in stack.linears if self.job.trains(linear))
             for stack, layers in self._trained.stacks
         )
         what = "autocast's copies of the trained matrices"
@@ -332,16 +333,17 @@ class PhaseSums:
         linears = [linear for stack in architecture.stacks for linear in stack.linears if trains and job.adapts(linear)]
         adapted = {linear.block for linear in linears if not linear.ends_block}
         states = 4 - (trains and job.parallelism.pipelines)
-        of_mlp = (3 if architecture.family.is_llama_like else 2) + (Block.MLP in adapted)
+        of_mlp, mlp_formula = widest_of_mlp(architecture, a)
+        of_mlp += architecture.intermediate * (Block.MLP in adapted)
         of_attention = (3 if is_eager else 5) + (Block.ATTENTION in adapted)
         crosses = [stack.kind == StackKind.CROSS_DECODER for stack in architecture.stacks]
         longest = max(target_length if each else length for each in crosses)
         tokens, pairs = rows * longest, rows * longest**2 * is_eager
         in_softmax = a + 4 + (4 if a < 4 else 0)  # a shorter format is cast to fp32 before
-        in_mlp = (tokens * of_mlp * architecture.intermediate * a, pairs * (architecture.heads + 1) * a)
+        in_mlp = (tokens * of_mlp * a, pairs * (architecture.heads + 1) * a)
         of_scores = pairs * (architecture.heads * in_softmax + a)
         made, scores = max(in_mlp, (tokens * of_attention * architecture.query_size * a, of_scores), key=sum)
-        formula = f"T ({states} H + max({of_mlp} I, {of_attention} Q)) a"
+        formula = f"T ({states} H + max({mlp_formula}, {of_attention} Q)) a"
         hidden = states * tokens * architecture.hidden * a
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
@@ -360,9 +362,14 @@ class PhaseSums:
         if len(self.architecture.stacks) > 1:
             return self._summaries(rows, logits, a)
         copy = Term(Kind.BUFFERS, "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a))
+        # of one token generate copies what each row's experts have (transformers/generation/utils.py:
+        # `_optimize_model_for_decode`); both of an expert's matrices are there for a moment
+        copies = self.architecture.experts > 0 and self.gpu.name != CPU_DEVICE
+        width = 3 * self.architecture.intermediate * self.architecture.hidden * copies
+        experts = Term(Kind.BUFFERS, "copies of the chosen experts", "3 B I H a", rows * width * a)
         return {
             "the prompts": [*self._cached(rows, length, a), *reading, logits],
-            "the last new token": [*self._cached(rows, last, a), *self._layer(rows, 1, 1, a), copy, logits],
+            "the last new token": [*self._cached(rows, last, a), *self._layer(rows, 1, 1, a), copy, experts, logits],
         }
 
     def _summaries(self, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:

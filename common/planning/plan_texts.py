@@ -209,8 +209,9 @@ def _letters(plan: Plan) -> str:
             f"pixels = {tower.pixels:,}, N = {tower.patches:,} patches, tokens = {tower.tokens:,} of pictures, "
             f"Hv = {encoder.hidden:,}, Iv = {encoder.intermediate:,}, "
         )
+    experts = f"E = {architecture.experts} experts, k = {architecture.chosen}, " * (architecture.experts > 0)
     return (
-        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}"
+        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {pictures}{experts}"
         f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, Q = {architecture.query_size:,}, "
         f"K = {exchanged_keys(architecture, job.sp_size):,}, V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, "
         f"x = {hidden_bytes(architecture, job)}, w = {job.weight_bytes} bytes"

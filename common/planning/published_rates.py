@@ -63,7 +63,7 @@ def best_tokens_per_s(
     `tokens_per_s`, its own figure.
     """
     best = best_published(job.technique, generation_of(cluster.gpus[0]).name, architecture.parameters)
-    if best is None or job.precision == "fp32":
+    if best is None or job.precision == "fp32" or architecture.experts:  # no mixture's rate is among them
         return None
     own_s, best_s = (
         published_step_s(architecture, replace(job, kernels=kernels), cluster, shares)

@@ -45,7 +45,7 @@ def ranked_plans(
     with fsdp another plan with one on each machine, of `sp_size` 1, and where not even one row fits all of a machine.
     """
     plans = []
-    for technique in techniques:
+    for technique in planned_techniques(architecture, techniques):
         usual = parallels or _usual_parallelisms(technique, asked, cluster, sp_size or 1)
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
@@ -69,7 +69,7 @@ def ranked_plans(
                 precision=number_format,
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
-            )
+            ).with_targets_of(architecture)
             for ranks in (sp_size,) if sp_size else _sp_sizes(architecture, job, cluster):
                 is_last_resort = ranks > 1 and sp_size is None
                 if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):
@@ -87,6 +87,13 @@ def ranked_plans(
     resort = [] if any(plan.job.parallelism.splits_rows for plan in found) else _offloaded(plans, calibration)
     return [*_best_first(found), *resort,
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def planned_techniques(architecture: Architecture, techniques: Iterable[str]) -> tuple[str, ...]:
+    """Return the techniques to rank: of a mixture, where several are asked for, those without weights in 4 bits."""
+    asked = tuple(techniques)
+    fit = tuple(name for name in asked if not (architecture.experts and TECHNIQUES[name].quantizes))
+    return fit or asked
 
 
 def with_longest_rows(

@@ -152,10 +152,10 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
     for stack, count in share.stacks_of(architecture):
         for linear in stack.linears:
             twice_tokens = count * 2 * batch.tokens_into(linear, stack)
-            layers += twice_tokens * linear.weights
-            trained += twice_tokens * linear.weights * job.trains(linear)
+            layers += twice_tokens * linear.weights_at_work
+            trained += twice_tokens * linear.weights_at_work * job.trains(linear)
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
-            tiled += twice_tokens * linear.weights * job.tiles(linear)
+            tiled += twice_tokens * linear.weights_at_work * job.tiles(linear)
         for number, (asking, asked) in enumerate(job.batch.attentions_in(stack)):
             is_causal = stack.kind != StackKind.ENCODER and number == 0  # cross attention reads the whole text
             scores = job.batch.sequences * asking * asked / job.sp_size  # of whole rows, for a part of the heads
@@ -175,6 +175,19 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
         trained,
         recomputed,
         attention * (_forward_passes(job) + BACKWARD_PASSES),
+    )
+
+
+def _flops_of_experts(architecture: Architecture, job: Job, share: Share) -> float:
+    return sum(
+        layers
+        * 2
+        * job.own_batch.tokens_in(stack)
+        * linear.weights_at_work
+        * (_forward_passes(job) + 1 + job.trains(linear))
+        for stack, layers in share.stacks_of(architecture)
+        for linear in stack.linears
+        if linear.experts > 1
     )
 
 
@@ -209,8 +222,8 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> floa
         for linear in stack.linears:
             tokens, size = job.own_batch.tokens_into(linear, stack), linear.weights
             passes = forward_passes + job.tiles(linear) + 1 + job.trains(linear)
-            count += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
-            count += layers * forward_passes * (4 + a) * size * makes_copies
+            count += layers * passes * a * (tokens * linear.chosen * (linear.inputs + linear.outputs) + size)
+            count += layers * forward_passes * (4 + a) * linear.cast_weights * makes_copies
             count += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
             of_adapter = per_input * linear.inputs + per_output * linear.outputs
             count += layers * a * tokens * of_adapter * job.adapts(linear)
@@ -273,6 +286,9 @@ def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu)
 def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> Computing:
     flops, per_s = step_flops(architecture, job, share), products_per_s(gpu, job)
     weighed = flops.total - flops.attention + flops.attention / ATTENTION_REACHED
+    if job.autocasts and architecture.experts:  # the grouped product of experts stays in fp32
+        slower = per_s / products_per_s(gpu, replace(job, precision="fp32"))
+        weighed += (slower - 1) * _flops_of_experts(architecture, job, share)
     bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED
     passes = _forward_passes(job) + BACKWARD_PASSES
     layer_passes = sum(share.layers) * passes * job.micro_batches

@@ -26,8 +26,7 @@ from common.data.row_checks import say_once
 from common.models.families import suited_to_model
 from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
-from common.planning.architectures import is_known_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, is_planned
 from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 from tests.fixtures import Trained
 
@@ -163,7 +162,7 @@ def test_a_family_is_trained_or_refused(
 def test_a_family_is_planned(
     family: str, models: Callable[[str], str], outcomes: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, known = models(family), is_known_architecture(models(family))
+    model, known = models(family), is_planned(RunConfig(technique="full", model=models(family)))
     batch, options = shape_of(family)
     dry = [name for name in TASKS[batch.task].techniques if not TECHNIQUES[name].quantizes]
     for technique in dry:
@@ -174,7 +173,8 @@ def test_a_family_is_planned(
     asked = ("--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json")
     assert answer(read_options([*asked, *options])) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
-    closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
+    in_16_bits = batch.classes or family in NOT_IN_4_BITS
+    closed = [name for name, each in TECHNIQUES.items() if not (in_16_bits and each.quantizes)]
     assert {entry["technique"] for entry in ranked} == set(closed if known else dry)
     assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
     outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"

@@ -89,6 +89,34 @@ def test_the_llama_family(kind: str, tmp_path: Path) -> None:
     assert read_architecture(str(path)).parameters == weights_of(real)
 
 
+MIXTURE = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 64},
+    **{"num_experts_per_tok": 2, "num_local_experts": 8, "num_experts": 8, "moe_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize(("kind", "wide"), [("mixtral", 96), ("qwen3_moe", 32)])
+def test_a_mixture_s_parts_are_those_of_the_real_model(kind: str, wide: int, tmp_path: Path) -> None:
+    path, config = tmp_path / "config.json", {**MIXTURE, "model_type": kind}
+    if kind == "mixtral":
+        del config["num_experts"], config["moe_intermediate_size"]
+    path.write_text(json.dumps(config))
+    real, planned = on_meta(transformers.AutoModelForCausalLM.from_config, path), read_architecture(str(path))
+    parts = planned.by_part()
+    assert planned.parameters == sum(parts.values()) == weights_of(real)
+    assert {name: parts[name] for name in ("experts", "gate", "norms")} == {
+        "experts": planned.expert_weights,
+        "gate": weights_of(real, "mlp.gate."),
+        "norms": weights_of(real, "norm"),
+    }
+    assert planned.expert_weights == weights_of(real, "experts")
+    assert (planned.experts, planned.chosen, planned.intermediate) == (8, 2, 2 * wide)
+    path.write_text(json.dumps({**config, "mlp_only_layers": [0]}))
+    with pytest.raises(NotPlannedError, match="Only some layers"):
+        read_architecture(str(path))
+
+
 def test_a_hub_id_is_found_among_the_shapes_and_a_revision_in_the_cache_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

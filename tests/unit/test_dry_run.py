@@ -153,7 +153,11 @@ def grid() -> list:
     ]
     attention = ("llama-3.1-8b", "full", "q_proj,v_proj", *PLAIN)
     mlp = ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", False, BatchShape(2, 512, 511))
-    return [*points, attention, pytest.param(*mlp, marks=[pytest.mark.slow])]
+    adapted = ("lora", "q_proj,k_proj,v_proj,o_proj", *PLAIN)
+    mixtures = [("mixtral-8x7b", *adapted), ("qwen3-30b-a3b", "full", "all-linear", *PADDED)]
+    others = [("qwen3-30b-a3b", *adapted), ("mixtral-8x7b", "full", "all", *PADDED)]
+    slow = [pytest.param(*each, marks=[pytest.mark.slow]) for each in (mlp, *others)]
+    return [*points, attention, *mixtures, *slow]
 
 
 def closed_gib(run: RunConfig, batch: BatchShape) -> float:
@@ -197,6 +201,34 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
     assert closed_gib(run, batch) == pytest.approx(fake, rel=0.02)
     assert closed_gib(run, replace(batch, target_length=0)) == pytest.approx(other, rel=0.02)
     assert abs(fake - other) > 0.03 * fake  # what the decoder works on is no small part
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("technique", "precision"), [("lora", "bf16"), ("full", "bf16"), ("full", "bf16-mixed")])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_what_a_mixture_keeps_of_many_tokens_is_what_the_closed_form_says(
+    kind: str, technique: str, precision: str, checkpointing: bool, shape: Callable[..., str]
+) -> None:
+    """Within 5 %, of experts so small that activations decide."""
+    sizes = {"num_local_experts": 4} if kind == "mixtral" else {"num_experts": 16, "moe_intermediate_size": 128}
+    architectures = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    model = shape(
+        model_type=kind, architectures=[architectures[kind]], hidden_size=512, head_dim=128, intermediate_size=1024,
+        num_experts_per_tok=2 if kind == "mixtral" else 8, max_position_embeddings=2048, **sizes,
+    )  # fmt: skip
+    targets = "all" if technique == "full" else "q_proj,k_proj,v_proj,o_proj"
+    run = RunConfig(
+        technique=technique,
+        model=model,
+        target_modules=targets,
+        precision=precision,
+        gradient_checkpointing=checkpointing,
+        weights="random",
+    )
+    batch = BatchShape(8, 2048, 2047)
+    closed = closed_gib(run, batch)
+    assert closed == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+    assert closed_gib(run, replace(batch, rows=1)) < 0.6 * closed
 
 
 EMBEDDED_VISION, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"

@@ -31,7 +31,12 @@ PUBLISHED = {  # where: assets/README.md
     "gemma-3-1b": 999_885_952,
 }
 # the names' billions, to three digits; the exact counts could not be looked up
-ROUNDED = {"smolvlm-instruct": 2_250_000_000, "idefics3-8b-llama3": 8_460_000_000}
+ROUNDED = {
+    "smolvlm-instruct": 2_250_000_000,
+    "idefics3-8b-llama3": 8_460_000_000,
+    "mixtral-8x7b": 46_700_000_000,
+    "qwen3-30b-a3b": 30_500_000_000,
+}
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
 INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
 OF_PACKAGE = {"smollm2-135m": 134_515_008}  # counted in what `make real` writes

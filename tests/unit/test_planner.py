@@ -22,7 +22,9 @@ from common.models.real_models import MINILM
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
-from common.planning.job import BatchShape, Job, architecture_of_run, job_of_run
+from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, is_planned, job_of_run
+from common.planning.model_configs import MODEL_CONFIGS
+from common.planning.phases import PhaseSums
 from common.planning.plan_texts import why
 from common.planning.plans import Plan, make_plan, plan_run
 from common.planning.ranking import ABOUT_AS_FAST, ranked_plans
@@ -31,7 +33,7 @@ from common.planning.step_speed import step_flops
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster
 
-A6000, A5000 = find_gpu("a6000"), find_gpu("a5000")
+A6000, A5000, A100 = find_gpu("a6000"), find_gpu("a5000"), find_gpu("a100-80gb-sxm")
 ENTRY_KEYS = {
     *("technique", "parallel", "per_device", "max_batch_size", "step_time_s", "tokens_per_s", "tokens_per_s_best"),
     *("cost_usd_per_epoch", "why"),
@@ -467,6 +469,83 @@ def test_tensor_parallel_and_classifiers_are_asked_for_by_name(planned: Planned)
     assert one["step_time_s"] / 4 < four["step_time_s"] < one["step_time_s"]
     assert "sum up its results" in four["why"]
     assert labels["per_device"][0]["logits_gib"] < 1e-5 < first["logits_gib"]
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_a_mixture_is_ranked_without_what_would_be_refused(planned: Planned, asked: Asked) -> None:
+    """QLoRA is left out with the reason; adapters are on attention, also in the command; refused is what is asked."""
+    answer = planned("--model mixtral-8x7b --gpu h200 --gpus 2")
+    assert {entry["technique"] for entry in answer["ranked"]} == {"full", "lora"}
+    assert any("QLoRA is left out" in line for line in answer["assumptions"])
+    assert f"--target_modules {','.join(ATTENTION)}" in answer["run"]
+    assert not any("QLoRA" in line for line in planned("--model llama-3.2-1b --gpu h200")["assumptions"])
+    for options, said in (
+        ("--technique qlora", "4 bits: pass --technique lora"),
+        ("--technique lora --target-modules experts", "--target_modules q_proj"),
+        ("--technique full --target-modules gate", "no linear layer 'gate'"),
+        ("--technique full --tiled-mlp", "--tiled-mlp: each expert"),
+    ):
+        code, _, errors = asked(f"--model mixtral-8x7b --gpu h200 {options}")
+        assert (code, said in errors, errors.count("\n")) == (2, True, 1), errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_known"),
+    [
+        ({"target_modules": "q_proj,v_proj"}, True),
+        ({"technique": "full"}, True),
+        ({}, False),  # all-linear: PEFT puts adapters on experts, too
+        ({"technique": "qlora", "target_modules": "q_proj,v_proj"}, False),
+    ],
+)
+def test_a_run_of_a_mixture_is_planned_unless_its_experts_are_adapted_or_quantized(
+    settings: dict, is_known: bool
+) -> None:
+    run, batch = RunConfig(model="mixtral-8x7b", device="cuda", gpu="H200 141GB SXM", **settings), BatchShape(1, 64, 63)
+    assert is_planned(run) == is_known
+    if is_known:
+        trained = trained_parameters(architecture_of_run(run, batch), job_of_run(run, batch))
+        of_layer = 8 * (4096 + 4096 + 4096 + 1024) if run.method.has_adapters else 3 * 8 * 4096 * 14336 + 41_943_040
+        assert trained == 32 * of_layer  # the linear layers, without the router
+        assert plan_run(run, batch).devices
+        return
+    for refused in (architecture_of_run, plan_run):
+        with pytest.raises(NotPlannedError, match=r"mixture of experts|adapters on the experts"):
+            refused(run, batch)
+
+
+def test_idle_experts_take_memory_and_no_time(tmp_path: Path) -> None:
+    config = json.loads((MODEL_CONFIGS / "mixtral-8x7b.json").read_text())
+    architectures = []
+    for experts in (8, 16):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_local_experts": experts}))
+        architectures.append(read_architecture(str(tmp_path)))
+    job = Job("full", "single", BatchShape(8, 4096, 4096), gradient_checkpointing=True)
+    few, many = (step_flops(each, job, whole_model(each)).total for each in architectures)
+    assert many == pytest.approx(few, rel=0.001)
+    assert architectures[1].parameters > 1.9 * architectures[0].parameters
+    bf16, mixed = (
+        make_plan(architectures[0], replace(job, precision=each), Cluster((A100,)), {})
+        for each in ("bf16", "bf16-mixed")
+    )
+    assert mixed.time.compute_s > 5 * bf16.time.compute_s  # autocast leaves experts in fp32
+
+
+def test_generating_with_a_mixture_copies_the_chosen_experts_on_a_gpu() -> None:
+    """As Transformers' `batched_mm` does: of each row both of an expert's matrices."""
+    architecture = read_architecture("mixtral-8x7b")
+    shape = EvaluationShape(rows=16, length=64, labelled=32, prompt_length=64, new_tokens=32)
+    job = Job("lora", "single", BatchShape(1, 64, 63), target_modules=ATTENTION, evaluation=shape)
+    sums = [
+        PhaseSums(architecture, job, whole_model(architecture), gpu).evaluation("baseline evaluation", tuned=False)
+        for gpu in (A100, cpu_device())
+    ]
+    on_gpu, on_cpu = (each.memory.allocated_gib for each in sums)
+    copies_gib = 16 * 3 * 2 * 14336 * 4096 * 2 / 2**30
+    assert on_gpu - on_cpu == pytest.approx(copies_gib, rel=0.2)
+    assert sums[0].memory.moment == "the last new token"
 
 
 def test_runs_that_classify_have_a_head_for_their_labels() -> None:
