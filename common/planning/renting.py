@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from common.base.errors import NotPlannedError
 from common.base.specs import PARALLELISMS
 from common.hardware.devices import Gpu, find_gpu
 from common.hardware.prices import SPOT, Price
@@ -14,7 +13,7 @@ from common.planning.job import Job, Precision
 from common.planning.phase_times import DISK_GB_PER_S, PhaseTimes
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import slowest
-from common.planning.ranking import usual_precision
+from common.planning.ranking import planned_techniques, usual_precision
 from common.planning.shares import trained_parameters, whole_model
 from common.planning.time_plan import SECONDS_PER_HOUR, Calibration, Cluster
 
@@ -127,14 +126,14 @@ def rentals(
                 continue
             if (price.gpu, count) not in ways:
                 ways[price.gpu, count] = list(_ways(training, find_gpu(price.gpu), count, calibration))
-            factor = slowest(find_gpu(price.gpu))
+            factor = slowest(find_gpu(price.gpu), training.architecture)
             yield from (Rental(price, plan, seconds, factor) for plan, seconds in ways[price.gpu, count])
 
 
 def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) -> Iterator[tuple[Plan, float]]:
     """Yield each technique's fastest plan on so many GPUs, with its seconds of training."""
     cluster = Cluster((gpu,) * count)
-    for technique in training.techniques:
+    for technique in planned_techniques(training.architecture, training.techniques):
         found = [
             way
             for parallel in PARALLELS
@@ -153,10 +152,8 @@ def _fastest(
     precision = training.precision or usual_precision(technique, cluster)
     if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
         return None
-    try:
-        job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
-    except NotPlannedError:
-        return None
+    job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
+    job = job.with_targets_of(training.architecture)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         for rows in _batches(training.rows_per_step, count):
             steps = max(1, training.rows_per_step // (rows * count))

@@ -81,7 +81,7 @@ def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> Non
     assert 0.3 < rental.training_s / (steps * rental.plan.time.total_s) <= 1.0
     seconds = parts.loading_s + 2 * parts.answering_s + rental.training_s + rental.saving_s
     assert rental.usd == pytest.approx(seconds / 3600 * 4 * rental.price.usd_per_hour)
-    assert rental.most_usd == pytest.approx(rental.usd * slowest(find_gpu(rental.price.gpu)))
+    assert rental.most_usd == pytest.approx(rental.usd * slowest(find_gpu(rental.price.gpu), SMOLLM))
 
 
 def test_the_same_machine_costs_by_its_price_alone() -> None:
@@ -112,7 +112,7 @@ def test_choices_keep_their_limits_even_at_most(found: list[Rental]) -> None:
 
 def test_cards_without_published_rates_have_wider_bounds() -> None:
     known = {rate["generation"] for rate in published_rates()}
-    factors = {gpu.name: (gpu.generation in known, slowest(gpu)) for gpu in CATALOGUE}
+    factors = {gpu.name: (gpu.generation in known, slowest(gpu, SMOLLM)) for gpu in CATALOGUE}
     assert max(factor for is_known, factor in factors.values() if is_known) < min(
         factor for is_known, factor in factors.values() if not is_known
     )
