@@ -167,7 +167,7 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
         devices=row["devices"],
         precision=row["precision"],
         quantization=row.get("quantization", "nf4"),
-        optimizer="adamw_torch",
+        optimizer=row.get("optimizer", "adamw_torch"),
         attention=row["attention"],
         gradient_checkpointing=row["gradient_checkpointing"],
         lora_rank=row.get("lora_rank", 8),

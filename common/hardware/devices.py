@@ -24,6 +24,7 @@ import psutil
 from common.base.errors import BadInputError, NotPlannedError
 
 GIB, MIB = 2**30, 2**20
+AMD_DRIVER = Path("/dev/kfd")  # with it PyTorch's ROCm build calls AMD's GPUs `cuda`
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 CUDA_DRIVER = "libcuda.so.1"  # on any machine with an NVIDIA driver, and in a container that was given its GPUs
 
@@ -160,7 +161,8 @@ def _gpus_by_cuda(visible: str | None) -> tuple[str, ...]:
     try:
         ctypes.CDLL(CUDA_DRIVER)
     except OSError:
-        return ()
+        if not AMD_DRIVER.exists():
+            return ()
     asked = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     return tuple(filter(None, done.stdout.splitlines()))

@@ -33,6 +33,8 @@ from common.planning.tower_activations import TowerActivations
 
 # TRL's `OffloadActivations` keeps so many tensors on the GPU while their copies are on the way to the host
 INPUTS_ON_THE_WAY = 5
+# weights of a rank that ZeRO's stage 3 updates at once (`sub_group_size`, DeepSpeed's own)
+ZERO_UPDATED_WEIGHTS = 1_000_000_000
 
 
 class Moment(StrEnum):
@@ -443,6 +445,21 @@ class DeviceSums(BetweenSteps):
         return [Term(Kind.BUFFERS, "the other end's gradient of the tied embeddings", "V H w", size)]
 
     def _optimizer_step(self) -> list[Term]:
+        if self.job.parallelism.uses_deepspeed and "gradients" in self.job.parallelism.shards:
+            return self._deepspeed_step()
         size = trained_weight_bytes(self.architecture, self.job, self.share) / self.job.shard_ranks
         size *= self.job.optimizer == "adamw_torch" and not self.job.offload
         return [Term(Kind.OPTIMIZER, "square roots of the variances, all at once", "one state", size)]
+
+    def _deepspeed_step(self) -> list[Term]:
+        """Return what stages 2 and 3 make of a rank's gradients: one flat tensor, then one in fp32, which is updated.
+
+        PyTorch's AdamW also takes square roots. (deepspeed/runtime/zero/stage_1_and_2.py: `step`; stage3.py:
+        `_prepare_fp32_grad_for_sub_group`.)
+        """
+        job, each, is_zero_3 = self.job, self.job.trained_bytes, self.job.parallelism.is_zero_3
+        count = self.trained / job.shard_ranks * (not job.offload)
+        count = min(count, ZERO_UPDATED_WEIGHTS) if is_zero_3 else count
+        made = each + 4 * (each < 4)
+        updated = 4 + 4 * (job.optimizer == "adamw_torch") - each * (not is_zero_3)  # stage 2 has let go of the parts
+        return [numbers(Kind.BUFFERS, "a rank's gradients, flat and in fp32", count, max(made, updated))]

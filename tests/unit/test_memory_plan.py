@@ -21,7 +21,7 @@ from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, Bat
 from common.planning.memory_plan import DeviceSums, device_memory
 from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.shares import Share, part_of_rank, trained_parameters, whole_model
-from common.planning.terms import PARTS
+from common.planning.terms import PARTS, size_of
 from common.planning.time_plan import traffic
 from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from tests.recipes.folders import CLASSIFICATION, module_of
@@ -461,6 +461,18 @@ def test_tensor_parallel_divides_layers_and_leaves_hidden_states_whole() -> None
     expected = {**dict.fromkeys(divided, 4), **dict.fromkeys(same, 1)}
     assert {what: alone[what] / shared[what] for what in expected} == expected
     assert four.data_parallel_ranks == 1
+
+
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw_torch", 8), ("adamw_torch_fused", 6)])
+def test_zero_3_updates_a_billion_weights_at_once(optimizer: str, each: int) -> None:
+    architecture = read_architecture("llama-3.1-8b")
+    job = replace(FULL, precision="bf16", parallel="zero3", devices=2, optimizer=optimizer, batch=BatchShape(1, 8, 7))
+    for one in (job, replace(job, devices=64)):
+        terms = DeviceSums(architecture, one, whole_model(architecture))._optimizer_step()
+        assert size_of(terms) == each * min(1e9, architecture.parameters / one.devices)
+    assert (
+        size_of(DeviceSums(architecture, replace(job, offload=True), whole_model(architecture))._optimizer_step()) == 0
+    )
 
 
 def test_with_zero_2_the_last_ranks_have_their_part_of_the_gradients_from_the_beginning() -> None:

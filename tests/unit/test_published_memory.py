@@ -34,8 +34,8 @@ from common.planning.terms import Kind, size_of
 
 def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> None:
     held_out = {name for name, source in sources().items() if source["held_out"]}
-    assert held_out == {"answerai", "modelscope", "agilerl"}
-    for name in held_out:
+    assert held_out == {"answerai", "modelscope", "agilerl", "reports"}
+    for name in held_out - {"reports"}:  # of runs that ran out, which have no figures
         assert sum("reserved" in point.figures for point in points_of(name)) >= 17
 
 
@@ -71,7 +71,7 @@ def test_grpo_has_two_adapters_and_chunks_of_logits() -> None:
 
 def test_no_run_that_ran_out_is_said_to_fit_nor_one_above_its_card_and_few_that_fitted_not_to() -> None:
     verdicts = verdicts_on(points_on_answers())
-    assert verdicts["ran_out"] >= 70
+    assert verdicts["ran_out"] >= 100
     assert verdicts["said_to_fit"] == 0
     assert verdicts["fitted"] >= 270
     assert verdicts["no"] <= 0.03 * verdicts["fitted"]
@@ -201,6 +201,13 @@ def test_fsdp_has_let_go_of_gathered_layers_when_the_optimizer_steps() -> None:
     weights = point.architecture.parameters / 2
     # two bytes each for weight, gradient, both states and the list of square roots
     assert point.planned.allocated_gib == pytest.approx(10 * weights / 2**30, rel=1e-3)
+
+
+def test_zero_2_makes_its_part_of_the_gradients_flat_and_in_fp32() -> None:
+    """That run had 28.28 GiB when AdamW had taken its square roots, and found no room for the next tensor."""
+    (point,) = (each for each in points_of("reports") if "LlamaFactory#1221" in each.at)
+    assert point.planned.moment == "optimizer step"
+    assert point.planned.allocated_gib == pytest.approx(28.28, rel=0.01)
 
 
 def test_the_first_fsdp_keeps_inputs_of_frozen_layers_and_their_gradients() -> None:
