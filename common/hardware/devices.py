@@ -249,9 +249,9 @@ def find_gpu(name: str) -> Gpu:
         return fitting[0]
     if fitting:
         raise BadInputError(f"The GPU {name!r} may be {' or '.join(gpu.name for gpu in fitting)}: name its memory.")
-    known, close = ", ".join(gpu.name for gpu in CATALOGUE), " or ".join(_close(name))
-    hint = f" Did you mean {close}?" if close else ""
-    raise NotPlannedError(f"The GPU {name!r} is not in the catalogue.{hint} It has: {known}.")
+    close = " or ".join(_close(name))
+    hint = f"Did you mean {close}?" if close else f"common/hardware/catalogue.toml has {len(CATALOGUE)}."
+    raise NotPlannedError(f"The GPU {name!r} is not in the catalogue. {hint}")
 
 
 def gpu_of_device(nvml_name: str) -> Gpu | None:

@@ -327,6 +327,12 @@ def test_the_answer_takes_less_than_a_second_and_no_torch() -> None:
     processor_s("-c", "import sys, common.planner; assert not {'torch', 'pandas'} & sys.modules.keys()")
 
 
+def test_what_to_rent_is_answered_within_ten_seconds() -> None:
+    question = ["--model", "llama-3.1-8b", "--gpu", "any", "--budget", "50"]
+    answer_s, loop_s = processor_s("-m", "common.planner", *question), processor_s("-c", LOOP)
+    assert answer_s / max(1, loop_s / USUAL_LOOP_S) < 10
+
+
 def test_512_gpus_on_64_machines_are_one_command(planned: Planned) -> None:
     answer = planned("--model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --seq-len 2048")
     fit = [device["fits"] for device in answer["ranked"][0]["per_device"]]
