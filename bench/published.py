@@ -419,10 +419,11 @@ def _gpu(name: str) -> Gpu:
 @cache
 def _architecture(name: str) -> Architecture:
     """Return the architecture of a shape of the file."""
-    kind, hidden, layers, heads, kv_heads, intermediate, vocab = _file(RATES_PATH)["shapes"][name]
+    kind, hidden, layers, heads, kv_heads, intermediate, vocab, *head_dim = _file(RATES_PATH)["shapes"][name]
     config = {
-        "model_type": "llama" if kind == "llama" else "bert",
+        "model_type": "bert" if kind == "gpt" else kind,
         "hidden_size": hidden,
+        "head_dim": head_dim[0] if head_dim else hidden // heads,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,

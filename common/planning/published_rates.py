@@ -84,18 +84,18 @@ def evidence(gpu: Gpu) -> str:
         return f"{own} published rates are of it"
     generation = generation_of(gpu)
     alike = dict.fromkeys(rate["gpu"] for rate in published_rates() if rate["generation"] == generation.name)
-    taken = f"as of {', '.join(alike)}, which are alike" if alike else generation.assumed
+    taken = generation.assumed or f"as of {', '.join(alike)}, which are alike"
     return f"no benchmark of this GPU: its share of the peak is assumed, {taken}"
 
 
 def slowest(gpu: Gpu, architecture: Architecture) -> float:
     """Return how many times as long as planned a run takes at most, by the evidence for this card and kind of model.
 
-    Nine in ten published rates are within `SLOWER`; of cards without any, a share of the peak is assumed, which differs
-    among generations as much as `reached` does.
+    Nine in ten published rates are within `SLOWER`; where a share of the peak is assumed, it differs as much as
+    `reached` does among generations.
     """
     times = SLOWER * (MIXTURES_SLOWER if architecture.experts else 1)
-    if any(rate["generation"] == gpu.generation for rate in published_rates()):
+    if not generation_of(gpu).assumed:
         return times
     reached = [each.reached for each in GENERATIONS if not each.assumed]
     return times * max(reached) / min(reached)

@@ -54,15 +54,17 @@ GENERATIONS = (
     Generation("Volta", 0.90),
     Generation("Turing", 0.70, 0.70, assumed=AS_FULL_RATE),
     Generation("half-rate Turing", 1.0, assumed=AS_HALF_RATE),
-    Generation("Blackwell", 0.61, assumed="as of Hopper", workspace_gib=32 / 1024),
-    Generation("full-rate Blackwell", 0.70, 0.70, assumed=AS_FULL_RATE),
-    Generation("half-rate Blackwell", 1.0, assumed=AS_HALF_RATE),
-    # MPT-7B on MI250 reached 166 of 362 TFLOP/s (databricks.com/blog/training-llms-scale-amd-mi250-gpus)
+    Generation("Blackwell", 0.48, workspace_gib=32 / 1024),
+    # fitted to a step of GB10 of which products are less than half
+    Generation("full-rate Blackwell", 0.87, assumed="as a model of 354M parameters reached on GB10"),
+    Generation("half-rate Blackwell", 1.0),
+    # MPT-7B on MI250 reached 166 of 362 TFLOP/s (databricks.com/blog/training-llms-scale-amd-mi250-gpus); fitted alone,
+    # the one rate of the MI300X (torchao's, of one row a GPU) would give 0.32
     Generation("CDNA", 0.45, 0.45, assumed="as MPT-7B reached on MI250"),
     Generation("RDNA", 0.45, 0.45, assumed="as of AMD's MI250"),
 )
 # of a GPU that is described by hand, and of a CPU without records
-UNKNOWN = Generation("unknown", 0.61, 0.61, assumed="the least that any generation of NVIDIA reaches")
+UNKNOWN = Generation("unknown", 0.48, 0.61, assumed="the least that any generation of NVIDIA reaches")
 
 
 def generation_of(gpu: Gpu) -> Generation:

@@ -19,8 +19,9 @@ from common.hardware.devices import CATALOGUE, find_gpu
 from common.hardware.prices import ON_DEMAND, SPOT, Price, read_prices, usual_price
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, EvaluationShape, Job
-from common.planning.published_rates import published_rates, slowest
+from common.planning.published_rates import slowest
 from common.planning.renting import WORTH_IT, Rental, Training, chosen, frontier, rentals
+from common.planning.step_speed import generation_of
 
 Asked = Callable[..., tuple[int, str, str]]
 SMOLLM = read_architecture("smollm2-135m")
@@ -110,9 +111,8 @@ def test_choices_keep_their_limits_even_at_most(found: list[Rental]) -> None:
     assert chosen(best, best[0].most_usd, best[-1].most_hours) is None
 
 
-def test_cards_without_published_rates_have_wider_bounds() -> None:
-    known = {rate["generation"] for rate in published_rates()}
-    factors = {gpu.name: (gpu.generation in known, slowest(gpu, SMOLLM)) for gpu in CATALOGUE}
+def test_cards_whose_speed_is_assumed_have_wider_bounds() -> None:
+    factors = {gpu.name: (not generation_of(gpu).assumed, slowest(gpu, SMOLLM)) for gpu in CATALOGUE}
     assert max(factor for is_known, factor in factors.values() if is_known) < min(
         factor for is_known, factor in factors.values() if not is_known
     )
