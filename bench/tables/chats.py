@@ -145,8 +145,12 @@ def planner_says(question: str) -> str:
 
 
 def _machines_to_rent(_: list[Record]) -> list[Row]:
-    """Return the frontier of dollars against hours."""
-    return json.loads(planner_says(f"{RENT_QUESTION} --json"))["frontier"]
+    """Return the frontier of dollars against hours, where it halves the time at least."""
+    found: list[Row] = []
+    for rental in json.loads(planner_says(f"{RENT_QUESTION} --json"))["frontier"]:
+        if not found or rental["most_hours"] < 0.5 * found[-1]["most_hours"]:
+            found.append(rental)
+    return found
 
 
 TABLES = {

@@ -104,7 +104,8 @@ class Rental:
     def said(self) -> str:
         """What is rented, and what it takes, in words."""
         kind = ", spot" * self.is_spot
-        named = f"{self.machine} at {' '.join(filter(None, (self.price.provider, self.price.machine)))}{kind}"
+        machine = f" ({self.price.machine})" if self.price.machine else ""
+        named = f"{self.machine} at {self.price.provider}{machine}{kind}"
         return (
             f"{named}, {self.plan.name}: {hours_text(self.hours)} and {self.usd:,.2f} USD, at most "
             f"{hours_text(self.most_hours)} and {self.most_usd:,.2f} USD"
