@@ -180,3 +180,17 @@ def test_a_broken_or_unknown_config_is_named(text: str, error: type, sentence: s
     path.write_text(text)
     with pytest.raises(error, match=sentence):
         read_architecture(str(path))
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"activation_function": "gelu"}, {"attn_pdrop": 0.0}, {"add_cross_attention": True}], ids=str
+)
+def test_a_gpt2_is_planned_as_published_alone(unknown: dict, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    facts = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+    path.write_text(json.dumps({**facts, "n_inner": 96}))
+    real = on_meta(transformers.AutoModelForCausalLM.from_config, path)
+    assert read_architecture(str(path)).parameters == weights_of(real)
+    path.write_text(json.dumps({**facts, **unknown}))
+    with pytest.raises(NotPlannedError, match="GPT-2"):
+        read_architecture(str(path))
