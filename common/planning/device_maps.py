@@ -29,7 +29,7 @@ Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
 # modules that a device map may name though they have no weights
 WEIGHTLESS_MODULES = {"rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn"}
-LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")  # the beginning of a weight's name that says its layer
+LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|h)\.\d+)\.")  # begins a weight's name, and says its layer
 NEARLY_THE_BEST = 0.002  # the search ends where no placement's fullest device is less full by this share
 
 
