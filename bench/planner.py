@@ -54,6 +54,7 @@ FAMILY_SHAPES = {
     "phi-3-mini-4k": ((4, 512), (2, 4096)),
     "phi-4": ((4, 512), (1, 8192)),
     "gemma-3-1b": ((8, 256), (2, 2048)),
+    "gpt2": ((4, 512), (8, 1024)),
 }
 MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}

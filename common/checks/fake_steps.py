@@ -21,6 +21,7 @@ from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTraine
 from transformers.integrations import moe
 from trl.kernels import chunked_logprob
 
+from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import ATTENTION, model_class, weight_dtype
@@ -73,6 +74,8 @@ def fake_step(
 def keep_share(model: Model, run: RunConfig, batch: BatchShape, share: Share) -> None:
     """Take out of the run's model the ends that `share` lacks; all its layers stay."""
     architecture = architecture_of_run(run, batch)
+    if architecture.family.positions and not share.has_embeddings:
+        raise NotPlannedError(f"{run.model} would add its positions again on a later device: ask the planner instead.")
     stack = replace(architecture.stacks[0], layers=model.config.num_hidden_layers)
     before = [] if share.has_embeddings else [Share((0,), has_head=False)]
     after = [] if share.has_head else [Share((0,), has_embeddings=False)]

@@ -296,6 +296,7 @@ class Family:
     read: Callable[[str, dict[str, Any]], Architecture]  # from a name and the contents of a config.json
     # norms come before attention and MLP, the MLP has a gate, positions are rotary; otherwise layers end with a norm
     is_llama_like: bool = True
+    is_gpt2_like: bool = False  # norms come first as well; PyTorch computes activation and softmax step by step
     attention_bias: bool = False  # of queries, keys and values, where the config.json does not say
     tied: bool = False  # the head's matrix is that of the embeddings, where the config.json does not say
     norms: int = 2  # of a layer's hidden states; wherever they are, each keeps what it reads
@@ -305,6 +306,7 @@ class Family:
     fuses_linears: bool = False  # queries, keys and values come from one projection, gate and up from another one
     routes_in_fp32: bool = False  # a mixture weighs what its experts make with numbers in fp32
     has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
+    positions: str = ""  # name of the module that embeds places; empty = none of its own. It cannot be cut into stages
     # names of modules: the last two follow the layers, to predict tokens, or to classify (empty = not planned)
     embeddings: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -433,6 +435,32 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
     )
 
 
+def _gpt2(name: str, config: dict[str, Any]) -> Architecture:
+    hidden, positions, wide = config["n_embd"], config["n_positions"], config.get("n_inner") or 4 * config["n_embd"]
+    dropouts = [config.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
+    activation = config.get("activation_function", "gelu_new")
+    if activation != "gelu_new" or 0 < dropouts.count(0) < len(dropouts) or config.get("add_cross_attention"):
+        raise NotPlannedError(
+            f"{name} has the activation {activation}, dropouts of {dropouts}, or reads an encoder: of GPT-2 the closed "
+            "form knows gelu_new, dropout everywhere or nowhere, and no encoder."
+        )
+    linears = (
+        Linear("c_attn", hidden, 3 * hidden, True),
+        *_biased_linears(("c_proj", "c_fc", "c_proj"), hidden, wide),
+    )
+    return Architecture(
+        name,
+        "gpt2",
+        **_equal_heads(hidden, wide, config["n_head"], config["vocab_size"]),
+        max_length=positions,
+        stacks=(Stack(StackKind.DECODER, config["n_layer"], linears, 2 * 2 * hidden),),
+        other_embedding_parameters=positions * hidden,
+        final_parameters=2 * hidden,
+        tied=config.get("tie_word_embeddings", True),
+        dropout=max(dropouts),
+    )
+
+
 def _with_tower(name: str, config: dict[str, Any]) -> Architecture:
     text, vision = config["text_config"], config["vision_config"]
     tied = text.get("tie_word_embeddings", False) or config.get("tie_word_embeddings", False)
@@ -483,6 +511,10 @@ FAMILIES = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "bart": Family(_bart, False),
+    "gpt2": Family(
+        _gpt2, False, is_gpt2_like=True, positions="transformer.wpe", embeddings="transformer.wte",
+        layers="transformer.h", heads=("transformer.ln_f", "lm_head"),
+    ),
     "idefics3": Family(_with_tower),
     "smolvlm": Family(_with_tower),
 }  # fmt: skip

@@ -28,7 +28,7 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     Autocast computes layer norms in fp32, and so the hidden states of layers that end with one; a quantized model that
     PEFT prepared has fp32 embeddings.
     """
-    ends_with_norm = not architecture.family.is_llama_like
+    ends_with_norm = not (architecture.family.is_llama_like or architecture.family.is_gpt2_like)
     has_wide_embeddings = job.method.quantizes and job.end_bytes == 4
     return 4 if ends_with_norm or has_wide_embeddings or job.precision == "fp32" or job.autocasts else 2
 

@@ -29,7 +29,7 @@ Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
 # modules that a device map may name though they have no weights
 WEIGHTLESS_MODULES = {"rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn"}
-LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")  # the beginning of a weight's name that says its layer
+LAYER_PATTERN = re.compile(r"((?:.*?\.)?(?:layers?|h)\.\d+)\.")  # begins a weight's name, and says its layer
 NEARLY_THE_BEST = 0.002  # the search ends where no placement's fullest device is less full by this share
 
 
@@ -166,7 +166,7 @@ def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: 
     device_map: dict[str, Device] = {}
     for share, device in zip(shares, devices, strict=True):
         if share.has_embeddings:
-            device_map[family.embeddings] = device
+            device_map |= dict.fromkeys(filter(None, (family.embeddings, family.positions)), device)
         for _ in range(share.layers[0]):
             device_map[f"{family.layers}.{next(numbers)}"] = device
         if share.has_head:
@@ -193,7 +193,9 @@ def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], 
     layers = [holder(f"{family.layers}.{number}") for number in range(architecture.layers)]
     named = {entry.split(".")[0] for entry in indices}
     head = next((module for module in (*family.heads, *family.classifier) if module in named), None)
-    with_head = layers[-1] if head is None and not family.is_llama_like else holder(head or "lm_head")
+    with_head = (
+        layers[-1] if head is None and not (family.is_llama_like or family.is_gpt2_like) else holder(head or "lm_head")
+    )
     with_embeddings = holder(family.embeddings)
     return tuple(
         Share((layers.count(device),), device == with_embeddings, device == with_head) for device in range(device_count)

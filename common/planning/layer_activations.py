@@ -153,10 +153,19 @@ class LayerActivations:
             return self._experts(self.batch.tokens_in(stack), keeps_result)
         if self.architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
+        elif (
+            self.architecture.family.is_gpt2_like
+        ):  # `NewGELUActivation`: a power's operand, tanh, and one more; a half
+            count, what = 3 * self.power_bytes / self.job.arithmetic_bytes + 1 + keeps_result, "MLP's GELU in steps"
         else:
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
         numbers_of_mlp = count * self.batch.tokens_in(stack) * self.architecture.intermediate
-        return [activations(what, f"{count} T I a", numbers_of_mlp * self.job.arithmetic_bytes)]
+        return [activations(what, f"{count:g} T I a", numbers_of_mlp * self.job.arithmetic_bytes)]
+
+    @property
+    def power_bytes(self) -> int:
+        """Return the bytes of a power, which autocast computes in fp32, but on a CPU."""
+        return self.job.arithmetic_bytes if self.job.cpu_operations else 4
 
     def _experts(self, tokens: int, keeps_inputs: bool) -> list[Term]:
         """Return what a mixture keeps (transformers/integrations/moe.py: `grouped_mm_experts_forward`).
@@ -226,7 +235,8 @@ class LayerActivations:
 
     def _has_wide_input(self, linear: Linear) -> bool:
         """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""
-        return self.casts_inputs and not linear.ends_block
+        reads_power = self.architecture.family.is_gpt2_like and linear.block == Block.MLP and self.power_bytes == 4
+        return self.casts_inputs and (reads_power or not linear.ends_block)
 
     def _mask_bytes(self, linear: Linear) -> int:
         """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
@@ -245,7 +255,8 @@ class LayerActivations:
         again, a = self.job.gradient_checkpointing, self.job.arithmetic_bytes
         working = self._tile_backward(stack) if self.job.tiled_mlp else self._mlp_backward(stack, again)
         saved = self.saved(stack) if again else []
-        ways = [[*times_each(saved, 1, "computed again: "), *working, *self._score_gradients(stack, 4)]]
+        with_scores = [] if again and self.architecture.family.is_gpt2_like else self._score_gradients(stack, 4)
+        ways = [[*times_each(saved, 1, "computed again: "), *working, *with_scores]]
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self._mlp(stack)]
             ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
@@ -254,11 +265,26 @@ class LayerActivations:
     def _mlp_backward(self, stack: Stack, again: bool) -> list[Term]:
         if self.architecture.experts:
             return self._experts_at_work(stack, any(map(self._keeps_input, _last_of(Block.MLP, stack))))
+        if self.architecture.family.is_gpt2_like:
+            return [self._gpt2_mlp_backward(stack, again)]
         count = self._gradients_within_mlp
         size = count * self.batch.tokens_in(stack) * self.architecture.intermediate * self.job.arithmetic_bytes
         working = [activations("gradients within the MLP", f"{count} T I a", size)]
         # the forward pass comes again
         return max(working, self.adapter_casts(stack), key=size_of) if again else working
+
+    def _gpt2_mlp_backward(self, stack: Stack, again: bool) -> Term:
+        """Return the gradients of the activation's result and of both its factors, less what has gone by then.
+
+        These are the last projection's input, the mask behind it, and one of two hidden states; and the first norm
+        keeps the layer's input itself where that is in fp32, as checkpointing does.
+        """
+        job, of_last = self.job, _last_of(Block.MLP, stack)[0]
+        kept = job.arithmetic_bytes * (self._keeps_input(of_last) or job.adapts(of_last))
+        each = 3 * self.power_bytes - kept
+        gone = self.hidden_bytes + (self.architecture.dropout > 0) + 4 * (again and self.hidden_bytes == 4)
+        size = self.batch.tokens_in(stack) * (each * self.architecture.intermediate - gone * self.architecture.hidden)
+        return activations("gradients within the MLP", f"T ({each} I - {gone} H)", size)
 
     def _tile_backward(self, stack: Stack) -> list[Term]:
         """Return what a tile of the MLP computes again and works on, and the gradient of the MLP's input."""
@@ -341,6 +367,7 @@ def widest_of_mlp(architecture: Architecture, a: int) -> tuple[float, str]:
     results, wide = architecture.chosen * architecture.hidden, architecture.intermediate
     if not architecture.experts:
         of_mlp = 3 if architecture.family.is_llama_like else 2
-        return of_mlp * wide, f"{of_mlp} I"
+        of_mlp += architecture.family.is_gpt2_like * 8 / a  # two powers in fp32
+        return of_mlp * wide, f"{of_mlp:g} I"
     weighed = 2 + 2 * (4 / a if architecture.family.routes_in_fp32 else 1)
     return max((4 * wide + results, "(4 I + k H)"), (weighed * results, f"{weighed:g} k H"))

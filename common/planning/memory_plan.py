@@ -283,6 +283,10 @@ class DeviceSums(BetweenSteps):
         """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
         is_kept = self.job.trains_all if self.architecture.classes else not self.is_llama_like
         own = 4 + (4 if self.job.cpu_operations else 1) if self.architecture.classes else self.hidden_bytes + 5
+        if self.architecture.family.is_gpt2_like:  # dropout's mask, and what checkpointing asks gradients of
+            asks_gradients = self.job.method.has_adapters and self.job.gradient_checkpointing
+            mask = (self.hidden_bytes if self.job.cpu_operations else 1) * (self.architecture.dropout > 0)
+            is_kept, own = self.job.trains_all or asks_gradients, mask + self.hidden_bytes * asks_gradients
         tokens = sum(self.batch.tokens_in(stack) for stack, _ in stacks) * (self.share.has_embeddings and is_kept)
         formula = f"{'(TE + T)' if len(stacks) > 1 else 'T'} H {own}"
         size = tokens * self.architecture.hidden * own
@@ -302,11 +306,12 @@ class DeviceSums(BetweenSteps):
                 activations("head before its matrix", f"{count} P H a", count * inputs),
                 activations("last hidden state, of which the pooler reads a part", "T H 4", of_last),
             ]
-        norm_each = 4 + (self.layer.normalized_bytes if trains else 0)
+        starts_with_norm = self.is_llama_like or self.architecture.family.is_gpt2_like
+        norm_each = 4 + (self.layer.normalized_bytes if trains and self.is_llama_like else 0)
         # BERT's head for masked tokens does more before its matrix
-        transforms = len(self.architecture.stacks) == 1 and not self.is_llama_like
+        transforms = len(self.architecture.stacks) == 1 and not starts_with_norm
         return [
-            activations("final norm", f"T H {norm_each}", size * norm_each * self.is_llama_like),
+            activations("final norm", f"T H {norm_each}", size * norm_each * starts_with_norm),
             activations("head before its matrix", "T H (5 + 3 a)", size * (5 + 3 * a) * transforms),
             activations("input of the head", "P H a", inputs * (trains and not self.chunks_loss)),
         ]
@@ -376,8 +381,12 @@ class DeviceSums(BetweenSteps):
 
     def _of_chunks(self) -> list[Term]:
         size = 4 * self.matrix * (self.trains_head and self.chunks > 1)
+        each = 2 * self.hidden_bytes
+        if self.architecture.family.is_gpt2_like:  # its last norm's result is in fp32, and autocast's copies wait
+            each = 2 * 4 + self.job.arithmetic_bytes * self.layer.casts_inputs
+        inputs = each * self.positions * self.architecture.hidden
         return [
-            activations("inputs of the head, and their gradients", "2 P H x", 2 * self.hidden_size(self.positions)),
+            activations("inputs of the head, and their gradients", f"P H {each}", inputs),
             Term(Kind.GRADIENTS, "head's gradient of the chunks before", "V H 4", size),
             *self._cached_copies(),  # their gradients come within the forward pass
         ]

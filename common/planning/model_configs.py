@@ -26,8 +26,8 @@ SIZES = {
     *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
     *("d_model", "encoder_layers", "encoder_ffn_dim", "encoder_attention_heads"),
     *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
-    *("image_size", "patch_size", "num_channels", "scale_factor"),
-    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("image_size", "patch_size", "num_channels", "scale_factor", "n_embd", "n_layer", "n_head", "n_inner"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_positions"),
 }
 LARGEST_SIZE = 2**31 - 1
 # keys of which libraries make as many parts, and the most that any model has: a million layers, by a slip in its

@@ -310,10 +310,12 @@ def make_plan(
 
 
 def _check_fit(architecture: Architecture, job: Job) -> None:
-    """Refuse target modules, ranks that share rows, lengths and pictures that the model does not take."""
+    """Refuse target modules, pipelines, ranks that share rows, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
     check_shares_heads(job.sp_size, architecture.heads, architecture.kv_heads)
     batch, name, tower = job.batch, architecture.name, architecture.tower
+    if job.parallelism.pipelines and architecture.family.positions:
+        raise NotPlannedError(f"--parallel pp: {name} adds its positions in every stage: pass --parallel ddp or mp.")
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):
         if length > architecture.max_length:
             raise NotPlannedError(

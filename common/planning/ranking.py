@@ -54,7 +54,8 @@ def ranked_plans(
             lacks_scaling = number_format == "fp16-mixed" and (sharing.shards or sharing.pipelines)
             has_too_few_layers = sharing.splits_layers and len(cluster.gpus) > architecture.layers
             is_on_several = sharing.layers_in_turn and cluster.nodes > 1
-            if parallels is None and (lacks_scaling or has_too_few_layers or is_on_several):
+            is_whole = sharing.pipelines and architecture.family.positions != ""
+            if parallels is None and (lacks_scaling or has_too_few_layers or is_on_several or is_whole):
                 continue
             if is_on_several:
                 raise BadInputError(f"--parallel {parallel} is one process on one machine: pass --nodes 1, or pp.")

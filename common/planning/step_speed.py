@@ -93,6 +93,7 @@ KERNEL_SETS: dict[Kernels, KernelSet] = {
     "compiled": KernelSet(norm=2, rotary=2, gate=3, adapter_inputs=(1, 3), adapter_outputs=(3, 2), loss=10, kernels=15),
 }
 RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
+STEPWISE_GELU_BYTES = 18 * 4  # of Transformers' `NewGELUActivation`: nine kernels, about all in fp32
 EXCHANGED = 4  # per number that ranks exchange in attention: laid side by side, and back into the tokens' order
 EAGER_SCORE = 15  # of attention without a fused kernel, per score
 # how `StepFlops.useful` counts
@@ -243,7 +244,8 @@ def _between_products(architecture: Architecture, job: Job, stack: Stack) -> flo
         per_token = kernels.rotary * (queries + keys) + kernels.gate * architecture.intermediate
     else:
         hidden = LAYER_NORM + RESIDUAL + (DROPOUT if architecture.dropout else 0)
-        per_token = UNGATED * architecture.intermediate
+        in_steps = architecture.family.is_gpt2_like and job.kernels == "plain"
+        per_token = (STEPWISE_GELU_BYTES / job.arithmetic_bytes if in_steps else UNGATED) * architecture.intermediate
     count = batch.tokens_in(stack) * (blocks * hidden * architecture.hidden + per_token)
     for asking, asked in batch.attentions_in(stack):
         scores = batch.sequences * architecture.heads * asking * asked

@@ -2,8 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 from unittest import mock
 
@@ -123,24 +123,27 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
-def like_cuda() -> AbstractContextManager:
+@contextmanager
+def like_cuda() -> Iterator[None]:
     """Have a CPU choose the operations that a GPU would.
 
-    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms and softmax in fp32;
-    softmax's backward kernel makes a temporary.
+    Dropout keeps a mask of bytes; attention's kernels a seed for theirs; autocast has layer norms, softmax and
+    powers in fp32; softmax's backward kernel makes a temporary.
     """
     layer_norm, attention = functional.layer_norm, functional.scaled_dot_product_attention
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
 
-    return mock.patch.multiple(
+    of_functional = mock.patch.multiple(
         functional,
         dropout=dropout,
         scaled_dot_product_attention=lambda *args, **kwargs: attention(*args, **{**kwargs, "dropout_p": 0.0}),
         layer_norm=_in_fp32_under_autocast(layer_norm),
         softmax=_in_fp32_under_autocast(_softmax),
     )
+    with of_functional, mock.patch.object(torch, "pow", _in_fp32_under_autocast(torch.pow)):
+        yield
 
 
 def _softmax(input: torch.Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> torch.Tensor:

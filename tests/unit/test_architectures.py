@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,14 @@ import transformers
 from transformers import AutoConfig
 
 from common.base.errors import BadInputError, NotPlannedError
+from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
+from common.planning.device_maps import balanced_shares, check_device_map, device_map_of, shares_of_map
+from common.planning.job import BatchShape, Job
 from common.planning.model_configs import MODEL_CONFIGS, cached_commit, find_config, is_hub_id, usual_tiles
+from common.planning.plans import make_plan
+from common.planning.ranking import ranked_plans
+from common.planning.time_plan import Cluster
 
 LLAMA_LIKE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
 
@@ -180,3 +187,33 @@ def test_a_broken_or_unknown_config_is_named(text: str, error: type, sentence: s
     path.write_text(text)
     with pytest.raises(error, match=sentence):
         read_architecture(str(path))
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"activation_function": "gelu"}, {"attn_pdrop": 0.0}, {"add_cross_attention": True}], ids=str
+)
+def test_a_gpt2_is_planned_as_published_alone(unknown: dict, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    facts = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 128}
+    path.write_text(json.dumps({**facts, "n_inner": 96}))
+    real = on_meta(transformers.AutoModelForCausalLM.from_config, path)
+    assert read_architecture(str(path)).parameters == weights_of(real)
+    path.write_text(json.dumps({**facts, **unknown}))
+    with pytest.raises(NotPlannedError, match="GPT-2"):
+        read_architecture(str(path))
+
+
+def test_a_gpt2_is_divided_by_layers_but_not_into_stages() -> None:
+    architecture, gpu = read_architecture("gpt2"), find_gpu("a6000")
+    of_two = {"technique": "full", "batch": BatchShape(4, 512, 511), "devices": 2}
+    shares = balanced_shares(architecture, Job(parallel="mp", **of_two), (gpu, gpu))
+    device_map = device_map_of(architecture, shares, (0, 1))
+    real = on_meta(transformers.AutoModelForCausalLM.from_config, find_config("gpt2"))
+    tied = [("lm_head.weight", "transformer.wte.weight")]
+    check_device_map(device_map, [name for name, _ in real.named_parameters(remove_duplicate=False)], tied, 2)
+    assert tuple(replace(share, in_flight=1) for share in shares) == shares_of_map(architecture, device_map, 2)
+    ways = ranked_plans(architecture, Job(**of_two, parallel="ddp"), Cluster((gpu, gpu)), {}, ["full"])
+    assert ways
+    assert not any(plan.job.parallelism.pipelines for plan in ways)
+    with pytest.raises(NotPlannedError, match="ddp or mp"):
+        make_plan(architecture, Job(**of_two, parallel="pp", micro_batches=2), Cluster((gpu, gpu)), {})

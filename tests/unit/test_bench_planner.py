@@ -125,7 +125,8 @@ def longest_of_each_family() -> list:
         )
         for point in planner.family_points()
         if (point.run.precision, point.run.gradient_checkpointing) == ("bf16", False)
-        if point.batch.length >= 2048 and (point.run.technique, point.run.target_modules) != ("full", "all-linear")
+        if point.batch.length == max(length for _, length in planner.FAMILY_SHAPES[point.run.model])
+        and (point.run.technique, point.run.target_modules) != ("full", "all-linear")
     ]
 
 

@@ -29,6 +29,7 @@ PUBLISHED = {  # where: assets/README.md
     "phi-4": 14_659_507_200,
     "phi-3-mini-4k": 3_821_079_552,
     "gemma-3-1b": 999_885_952,
+    "gpt2": 124_439_808,
 }
 # the names' billions, to three digits; the exact counts could not be looked up
 ROUNDED = {

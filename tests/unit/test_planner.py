@@ -382,11 +382,12 @@ def test_the_largest_batch_fits_and_one_row_more_does_not(parallel: str, devices
 
 
 def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked: Asked, planned: Planned) -> None:
-    facts = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "num_hidden_layers": 6}
+    facts = {"architectures": ["OPTForCausalLM"], "model_type": "opt", "num_attention_heads": 4, **sizes}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**facts, "vocab_size": 500, "n_positions": 128}))
+    path.write_text(json.dumps({**facts, "vocab_size": 500, "max_position_embeddings": 128}))
     answer = planned(f"--model {path} --gpu t4 --technique full --seq-len 64")
-    assert "'gpt2'" in answer["assumptions"][0]
+    assert "'opt'" in answer["assumptions"][0]
     assert answer["run"].startswith("make run FOLDER=2.4_full_finetuning/run_")
     assert f"--model {tmp_path}" in answer["run"]
     assert answer["ranked"][0]["tokens_per_s_best"] is None

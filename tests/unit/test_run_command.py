@@ -141,7 +141,7 @@ def test_a_model_of_one_s_own_is_named_by_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [{}, {"task": "rewards", "parallel": "single", "devices": 1, "max_new_tokens": 20,
                                       "per_device_train_batch_size": 16}], ids=["chat", "rewards"])  # fmt: skip
 def test_a_dry_run_s_command_is_its_run(tmp_path: Path, own: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 6}))
     tried = {
         "technique": "full", "model": str(tmp_path), "precision": "bf16-mixed", "target_modules": "all",
         "gpu": find_gpu("a6000").name, "parallel": "ddp", "devices": 2, "per_device_train_batch_size": 3,
