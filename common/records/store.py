@@ -187,19 +187,3 @@ def kept_records(folders: str = KEPT) -> list[Record]:
 @cache
 def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> list[Record]:
     return [record for _, record in records_in(files)]
-
-
-def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record, without paths of this machine, to `records`, or its run folder's own; return the file."""
-    record = load_record(results_folder / RECORD_NAME)
-    threads, folder = record["config"].get("threads", 1), results_folder.resolve()
-    if threads > 1:
-        raise BadInputError(f"{results_folder} had {threads} threads a device, kept records have one: repeat it so.")
-    if folder.parent.name != "results":
-        raise BadInputError(f"{results_folder} is no results folder: pass RUN=<run folder>/results/<name>.")
-    kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    if kept.exists():
-        print(f"replaces the earlier {kept.name}")
-    write_json(fit_to_be_kept(record), kept)
-    return kept
