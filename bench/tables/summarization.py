@@ -14,7 +14,7 @@ from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, job_of_run
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
+from common.planning.time_plan import Cluster, calibration_from, ethernet, fast_enough_from_gbit
 from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import NOT_RUN, Row, devices_of, step_s
@@ -178,8 +178,10 @@ def _costs(records: list[Record]) -> Iterator[Row]:
 
 def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
     """Return the network from which on the plan's machines bill no more than one machine for the very same steps."""
-    calibration = calibration_from(records, plan.job.batch.task)
-    gbit = break_even_gbit(plan.architecture, plan.job, one_machine.clusters[0], plan.cluster, calibration)
+    calibration, (together, *_) = calibration_from(records, plan.job.batch.task), one_machine.clusters
+    alone_s = make_plan(plan.architecture, plan.job, together, calibration).time.total_s
+    most_s = alone_s * together.usd_per_second / plan.cluster.usd_per_second
+    gbit = fast_enough_from_gbit(plan.architecture, plan.job, plan.cluster, most_s, calibration)
     return "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s"
 
 
