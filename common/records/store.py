@@ -25,13 +25,8 @@ MOST_BYTES = 32 * 2**20
 AGAIN = "repeat the run, or move the file away."
 # folders of kept records: of run folders, from which the planner learns, of docs/measure.py and of bench/variants.py
 KEPT, STUDY, REAL, VARIANTS = "*/run_*/records", "docs/records", "docs/records/real", "docs/records/variants"
-PLACES = (
-    "model",
-    "data",
-    "forgetting_data",
-    "device_map",
-    "resume_from_checkpoint",
-)  # settings that may be paths of this machine
+# settings that may be paths of this machine
+PLACES = ("model", "data", "forgetting_data", "device_map", "resume_from_checkpoint")
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
