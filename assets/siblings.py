@@ -22,11 +22,12 @@ from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import LITERAL, literal_lines, literal_of, run_folders
+from common.base.run_folders import LITERAL, assignments, literal_of, run_folders
 from common.runtime.torchrun import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
+OWN_CHANGES = ("LORA", "MACHINES")  # literals: how the runs of a technique, or of a loop, differ from `RUN`
 COMMENTS = {
     "CPU": """\
 One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
@@ -78,7 +79,10 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
 
 
 def _literals(text: str) -> str:
-    return "".join(text.splitlines(keepends=True)[slice(*literal_lines(text))])
+    """Return the lines with a folder's own literals: `RUN`, and `LORA` or `MACHINES` right after it."""
+    own = assignments(text)
+    last = [own[name] for name in ("RUN", *OWN_CHANGES) if name in own][-1]
+    return "".join(text.splitlines(keepends=True)[own["RUN"].lineno - 1 : last.end_lineno])
 
 
 def parameters_for(run: RunConfig, cell: str) -> str:

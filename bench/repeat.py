@@ -17,13 +17,14 @@ from pathlib import Path
 import psutil
 
 from assets.siblings import TORCHRUN
+from bench.run_record import keep_record
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_folders import folder_named
 from common.records import store
-from common.records.store import RECORD_NAME, Record, keep_record, load_record, words_of_command
+from common.records.store import RECORD_NAME, Record, load_record, words_of_command
 from common.runtime.launchers import stream_command
 
 LOOKED_AT_S, BUSY_PERCENT = 5.0, 15.0

@@ -14,11 +14,12 @@ from multiprocessing.pool import ThreadPool
 
 from peft import LoraConfig, OFTConfig, PeftConfig, get_peft_model
 
+from bench.run_record import keep_record
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.models.real_models import SMOLLM2
-from common.records.store import VARIANTS as RECORDS, keep_record
+from common.records.store import VARIANTS as RECORDS
 from common.training.loop import TrainingLoop
 from common.training.steps import evaluate_after, evaluate_before, load, record, sum_up
 

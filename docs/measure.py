@@ -13,10 +13,11 @@ from itertools import product
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
+from bench.run_record import keep_record
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.real_models import SMOLLM2
-from common.records.store import REAL, RECORD_NAME, STUDY, keep_record, load_record
+from common.records.store import REAL, RECORD_NAME, STUDY, load_record
 from common.runtime.launchers import stream_command
 
 FOLDERS = {

@@ -745,7 +745,7 @@ REPORTS = (
     ),
     Fault(
         "a README that is out of date passes",
-        "common/report.py",
+        "bench/report.py",
         "    return int(not write and (bool(stale) or not all_are_read))\n",
         "    return int(not write and not all_are_read)\n",
         _unit("report", "tables_check_exits_with_1_when_a_readme_is_out_of_date"),

@@ -9,12 +9,12 @@ from bench.tables.footnotes import footnote
 from bench.tables.table import Table, column, published, waiting_for_task
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
-from common.hardware.devices import MACHINES, Machine, find_gpu
+from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, job_of_run
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import evidence
-from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
+from common.planning.time_plan import Cluster, calibration_from, ethernet, fast_enough_from_gbit
 from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import NOT_RUN, Row, devices_of, step_s
@@ -70,6 +70,35 @@ def _over_links(records: list[Record]) -> list[Row]:
 
 
 # -- published and projected: one machine of four GPUs against four machines of one, in time and bill
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with GPUs that a cloud rents by the hour, on demand, without tax."""
+
+    name: str
+    gpu: str  # by its name in the catalogue
+    gpus: int
+    network_gbit: float  # per second, at all times
+    peak_gbit: float  # for 5 to 60 minutes, over one connection to a neighbour in a cluster placement group
+    usd_per_hour: float
+    network_source: str = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth.html"
+    price_date: str = "2026-09-24"
+    price_source: str = "AWS EC2, us-east-1, on demand: https://aws.amazon.com/ec2/pricing/on-demand/"
+
+
+# AWS's price list was read through two public files that quote it: github.com/getnable/finopsmcp,
+# src/finops/aws_prices.py (its version of 2026-09-24), and github.com/aws/karpenter-provider-aws,
+# pkg/providers/pricing/zz_generated.pricing_aws.go (2026-01-19). Both have the same three prices.
+# The baseline of the network comes from zz_generated.bandwidth.go of the same repository.
+MACHINES = {
+    each.name: each
+    for each in (
+        Machine("p3.8xlarge", "V100 16GB SXM", 4, 10, 10, 12.24),
+        Machine("p3.2xlarge", "V100 16GB SXM", 1, 2.5, 10, 3.06),
+        Machine("g4dn.xlarge", "T4 16GB", 1, 5, 10, 0.526),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -149,8 +178,10 @@ def _costs(records: list[Record]) -> Iterator[Row]:
 
 def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
     """Return the network from which on the plan's machines bill no more than one machine for the very same steps."""
-    calibration = calibration_from(records, plan.job.batch.task)
-    gbit = break_even_gbit(plan.architecture, plan.job, one_machine.clusters[0], plan.cluster, calibration)
+    calibration, (together, *_) = calibration_from(records, plan.job.batch.task), one_machine.clusters
+    alone_s = make_plan(plan.architecture, plan.job, together, calibration).time.total_s
+    most_s = alone_s * together.usd_per_second / plan.cluster.usd_per_second
+    gbit = fast_enough_from_gbit(plan.architecture, plan.job, plan.cluster, most_s, calibration)
     return "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s"
 
 
@@ -165,7 +196,7 @@ def _loop_or_machines(row: Row) -> str:
 
 
 def _machines(records: list[Record]) -> Iterator[Row]:
-    """Yield what the projections take from the catalogue."""
+    """Yield what the projections take of machines and GPUs."""
     for result in published(metric="bill_usd"):
         fleet = _fleet(result, "our")
         sources = fleet.plan(fleet.clusters[0], records).speed_sources

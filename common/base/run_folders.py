@@ -10,8 +10,6 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY, find_here, from_repository
 from common.base.run_config import RunConfig
 
-# literals right after `RUN`: how the runs of a technique, or of a loop, differ from it
-OWN_CHANGES = ("LORA", "MACHINES")
 # techniques and parallelisms that the workflows of a technique folder do besides those of their literal
 FOLDERS_TAKE = (
     ("2.3_qlora_finetuning", ("qlora",), ("single", "ddp")),
@@ -55,7 +53,7 @@ def literal_of(run_folder: Path) -> RunConfig:
 
 def lora_of(run_folder: Path) -> dict[str, object]:
     """Return a folder's literal `LORA`: by field, how LoRA's runs differ from `RUN`; empty where there is none."""
-    lora = _assignments(_source_with_literal(run_folder)).get("LORA")
+    lora = assignments(_source_with_literal(run_folder)).get("LORA")
     return ast.literal_eval(lora.value) if lora else {}
 
 
@@ -71,23 +69,16 @@ def _source_with_literal(run_folder: Path) -> str:
 
 
 @cache
-def _assignments(source: str) -> dict[str, ast.Assign]:
+def assignments(source: str) -> dict[str, ast.Assign]:
     """Return a module's top-level statements `NAME = value` by name."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
     return {ast.unparse(node.targets[0]): node for node in found}
 
 
-def literal_lines(source: str) -> tuple[int, int]:
-    """Return the range of lines with a folder's own literals: `RUN`, and `LORA` or `MACHINES` right after it."""
-    own = _assignments(source)
-    last = [own[name] for name in ("RUN", *OWN_CHANGES) if name in own][-1]
-    return own["RUN"].lineno - 1, last.end_lineno
-
-
 @cache
 def read_literal(source: str) -> RunConfig:
     """Return the run that the literal in a workflow's source describes, without importing the workflow."""
-    call = _assignments(source)["RUN"].value
+    call = assignments(source)["RUN"].value
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
 
 

@@ -99,16 +99,9 @@ def check_settings(run: RunConfig) -> RunConfig:
     tokenizer = load_tokenizer(run)
     run = suited_to_model(run)
     tokens_without_embedding(run, tokenizer)
-    for check in (
-        check_optimizer,
-        check_targets,
-        check_quantizable,
-        check_liger,
-        check_tiles,
-        _check_parallelism,
-        _check_log_probs,
-        check_weights,
-    ):
+    of_model = (check_optimizer, check_targets, check_quantizable, check_liger, check_tiles, _check_parallelism,
+                _check_log_probs, check_weights)  # fmt: skip
+    for check in of_model:
         check(run)
     return run
 

@@ -39,6 +39,9 @@ from common.planning.ranking import (
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
+# what the contract's JSON says of a plan's job, by its own names
+OF_JOB = ("technique", "parallel", "dp_replicate_size", "sp_size", "precision", "gradient_checkpointing",
+          "micro_batches")  # fmt: skip
 PIPELINES = (
     "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe where "
     "there are fewer micro-batches than stages"
@@ -158,14 +161,8 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
         "sorted_by": SORTED_BY,
         "ranked": [
             {
-                "technique": plan.job.technique,
-                "parallel": plan.job.parallel,
-                "dp_replicate_size": plan.job.dp_replicate_size,
-                "sp_size": plan.job.sp_size,
+                **{name: getattr(plan.job, name) for name in OF_JOB},
                 "offload": "cpu" if plan.job.offload else "none",
-                "precision": plan.job.precision,
-                "gradient_checkpointing": plan.job.gradient_checkpointing,
-                "micro_batches": plan.job.micro_batches,
                 "max_length": plan.job.batch.length,
                 "per_device": [
                     {

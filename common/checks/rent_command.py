@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -256,16 +256,11 @@ def _command(choice: Rental | None, options: PlannerOptions) -> str:
 
 
 def _as_json(rental: Rental) -> dict[str, Any]:
-    plan, memory, price = rental.plan, rental.plan.highest.phase.memory, rental.price
+    plan, memory = rental.plan, rental.plan.highest.phase.memory
     return {
-        "gpu": price.gpu,
+        **asdict(rental.price),  # which is of one GPU
         "gpus": len(plan.cluster.gpus),
-        "provider": price.provider,
-        "machine": price.machine or None,
-        "kind": price.kind,
         "usd_per_hour": rental.usd_per_hour,
-        "price_date": price.date,
-        "price_source": price.source,
         "technique": plan.job.technique,
         "parallel": plan.job.parallel,
         "gradient_checkpointing": plan.job.gradient_checkpointing,

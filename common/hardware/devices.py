@@ -1,4 +1,4 @@
-"""The devices at hand and their memory, and a catalogue of GPUs and machines to plan with (`catalogue.toml`).
+"""The devices at hand and their memory, and a catalogue of GPUs to plan with (`catalogue.toml`).
 
 Only `read_memory` of a GPU starts CUDA.
 """
@@ -190,30 +190,14 @@ class Gpu:
     process_gib: float = 0.0  # of a CPU: what a run's process holds before its model loads; 0 = it is not known
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A machine with GPUs that a cloud rents by the hour, on demand, without tax."""
-
-    name: str
-    gpu: str  # by its name in the catalogue
-    gpus: int
-    network_gbit: float  # per second, at all times
-    peak_gbit: float  # for minutes, over one connection to a neighbour
-    network_source: str
-    usd_per_hour: float
-    price_date: str
-    price_source: str
-
-
-_ROWS = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+_ROWS = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))["gpus"]
 CATALOGUE = tuple(
     Gpu(**row | {
         "tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"],
         "reported_as": tuple(row.get("reported_as", ())),
     })
-    for row in _ROWS["gpus"]
+    for row in _ROWS
 )  # fmt: skip
-MACHINES = {row["name"]: Machine(**row) for row in _ROWS["machines"]}
 CPU_DEVICE = "CPU, 1 thread"
 
 

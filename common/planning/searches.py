@@ -21,13 +21,3 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return about the smallest number from `low` to `high` from which on it `holds`, by halving ratios; None: none."""
-    if not holds(high):
-        return None
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

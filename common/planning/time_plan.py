@@ -17,7 +17,6 @@ from common.hardware.prices import usual_price
 from common.planning.architectures import Architecture, Block, exchanged_keys
 from common.planning.between_steps import ZERO_REUSED_WEIGHTS, layer_input_bytes
 from common.planning.job import QUANTIZED_NUMBER_BYTES, BatchShape, Job, architecture_of_run, job_of_run
-from common.planning.searches import smallest_ratio
 from common.planning.shares import Share, part_of_rank, trained_parameters, trained_weight_bytes, whole_model
 from common.planning.step_speed import BANDWIDTH_REACHED, computing_time, peak_tflops, products_per_s, step_flops
 
@@ -375,27 +374,21 @@ def exchanged_bytes(architecture: Architecture, job: Job) -> float:
     return (n - 1) / n * passes * layers * job.own_batch.tokens * of_token
 
 
-def break_even_gbit(
-    architecture: Architecture, job: Job, one_machine: Cluster, many_machines: Cluster, calibration: Calibration
-) -> float | None:
-    """Return the Ethernet, in Gbit/s, from which on many machines bill no more than one machine; None: never."""
-    prices = [cluster.usd_per_second for cluster in (one_machine, many_machines)]
-    if None in prices:
-        raise BadInputError("A GPU of the comparison has no published price: pass --usd-per-hour.")
-    most_s = _whole_step_s(architecture, job, one_machine, calibration) * prices[0] / prices[1]
-    return fast_enough_from_gbit(architecture, job, many_machines, most_s, calibration)
-
-
 def fast_enough_from_gbit(
     architecture: Architecture, job: Job, machines: Cluster, most_s: float, calibration: Calibration
 ) -> float | None:
     """Return the Ethernet, in Gbit/s, from which on a step of `machines` takes at most `most_s`; None: never."""
-    return smallest_ratio(
-        lambda gbit: _whole_step_s(architecture, job, replace(machines, link=ethernet(gbit)), calibration) <= most_s,
-        *ETHERNETS_GBIT,
-    )
+    shares = [whole_model(architecture)] * len(machines.gpus)
+    speeds = [speed_of(gpu, job, calibration) for gpu in machines.gpus]
 
+    def is_fast_enough(gbit: float) -> bool:
+        cluster = replace(machines, link=ethernet(gbit))
+        return step_time(architecture, job, cluster, shares, speeds).total_s <= most_s
 
-def _whole_step_s(architecture: Architecture, job: Job, cluster: Cluster, calibration: Calibration) -> float:
-    speeds = [speed_of(gpu, job, calibration) for gpu in cluster.gpus]
-    return step_time(architecture, job, cluster, [whole_model(architecture)] * len(cluster.gpus), speeds).total_s
+    low, high = ETHERNETS_GBIT
+    if not is_fast_enough(high):
+        return None
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if is_fast_enough(middle) else (middle, high)
+    return high

@@ -25,13 +25,8 @@ MOST_BYTES = 32 * 2**20
 AGAIN = "repeat the run, or move the file away."
 # folders of kept records: of run folders, from which the planner learns, of docs/measure.py and of bench/variants.py
 KEPT, STUDY, REAL, VARIANTS = "*/run_*/records", "docs/records", "docs/records/real", "docs/records/variants"
-PLACES = (
-    "model",
-    "data",
-    "forgetting_data",
-    "device_map",
-    "resume_from_checkpoint",
-)  # settings that may be paths of this machine
+# settings that may be paths of this machine
+PLACES = ("model", "data", "forgetting_data", "device_map", "resume_from_checkpoint")
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
@@ -187,19 +182,3 @@ def kept_records(folders: str = KEPT) -> list[Record]:
 @cache
 def _whole_records(files: tuple[Path, ...], changed_at_ns: tuple[int, ...]) -> list[Record]:
     return [record for _, record in records_in(files)]
-
-
-def keep_record(results_folder: Path, records: Path | None = None) -> Path:
-    """Copy a run's record, without paths of this machine, to `records`, or its run folder's own; return the file."""
-    record = load_record(results_folder / RECORD_NAME)
-    threads, folder = record["config"].get("threads", 1), results_folder.resolve()
-    if threads > 1:
-        raise BadInputError(f"{results_folder} had {threads} threads a device, kept records have one: repeat it so.")
-    if folder.parent.name != "results":
-        raise BadInputError(f"{results_folder} is no results folder: pass RUN=<run folder>/results/<name>.")
-    kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    if kept.exists():
-        print(f"replaces the earlier {kept.name}")
-    write_json(fit_to_be_kept(record), kept)
-    return kept

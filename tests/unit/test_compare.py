@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from common import report
+from bench import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.compare import found_runs, labels_of, main, parts_of, text_of, warning_of

@@ -8,8 +8,7 @@ from dataclasses import fields
 import pytest
 
 from assets import siblings
-from bench import gpu_check
-from common import report, run_record
+from bench import gpu_check, report, run_record
 from common.base.parsing import HELP_COLUMNS, settings_parser
 from common.base.run_config import RunConfig
 from common.base.settings import GROUPS

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from bench import report
 from bench.page import page
 from bench.page.runs import divided
 from bench.tables import pages
-from common import compare, report
+from common import compare
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.compare import found_runs, json_of, text_of

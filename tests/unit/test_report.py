@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, strategies as st
 
+from bench import report
 from bench.page.runs import values_of
 from bench.tables import outcomes, pages
 from bench.tables.pages import MODULES, TABLES, rendered, with_tables
 from bench.tables.table import approach
-from common import report
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES

@@ -2,12 +2,14 @@
 
 import copy
 import importlib
+from datetime import date
 
 import pandas as pd
 import pytest
 
-from bench.tables.summarization import TABLES
+from bench.tables.summarization import MACHINES, TABLES, Machine
 from common.base.paths import REPOSITORY
+from common.hardware.devices import find_gpu
 from common.records.store import Record, kept_records
 from common.reporting.rows import clock_seconds, task_of
 from common.reporting.tasks import SUMMARIZATION
@@ -75,3 +77,13 @@ def test_seeds_stand_in_one_line_with_their_range(records: list[Record]) -> None
     (line,) = TABLES["summarization-loops"]([run, other]).query("Figures == 'measured'").to_dict("records")
     assert line["Seeds"] == "2"
     assert line["ROUGE-L before -> after"].endswith(" -> 0.850 (0.800 to 0.900)")
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_every_machine_has_gpus_of_the_catalogue_and_its_sources(machine: Machine) -> None:
+    assert find_gpu(machine.gpu).name == machine.gpu
+    assert 0 < machine.network_gbit <= machine.peak_gbit
+    assert machine.network_source.startswith("https://")
+    assert "https://" in machine.price_source
+    assert date(2026, 1, 1) <= date.fromisoformat(machine.price_date)
+    assert 0.1 < machine.usd_per_hour / machine.gpus < 10

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.run_record import keep_record
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.paths import command_here
 from common.base.run_config import RunConfig
@@ -19,7 +20,7 @@ from common.hardware.devices import MemoryReading
 from common.models.placement import place_stages
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
-from common.records.store import RECORD_NAME, STUDY, default_run_name, keep_record, kept_records, load_record
+from common.records.store import RECORD_NAME, STUDY, default_run_name, kept_records, load_record
 from common.runtime.disks import MARK
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank

@@ -16,8 +16,8 @@ from common.planning.time_plan import (
     MIN_CALIBRATION_STEPS,
     Cluster,
     Speed,
-    break_even_gbit,
     calibration_from,
+    fast_enough_from_gbit,
     parse_link,
     speed_of,
     step_time,
@@ -199,9 +199,10 @@ def test_many_machines_bill_more_until_their_network_is_fast() -> None:
     slow = replace(apart, link=parse_link("ethernet-10", V100))
     bill, target = (make_plan(BART, job, cluster, {}).epoch_usd(1000) for cluster in (slow, together))
     assert bill > target
+    alone_s = make_plan(BART, job, together, {}).time.total_s
     gbit, never, cheap = (
-        break_even_gbit(BART, job, together, replace(apart, usd_per_hour=usd), {})
-        for usd in (apart.usd_per_hour, 100.0, 0.01)
+        fast_enough_from_gbit(BART, job, each, alone_s * together.usd_per_second / each.usd_per_second, {})
+        for each in (replace(apart, usd_per_hour=usd) for usd in (apart.usd_per_hour, 100.0, 0.01))
     )
     assert never is None
     assert cheap < gbit
