@@ -1023,7 +1023,7 @@ MODELS_AND_ROWS = (
         "common/models/families.py",
         "LEAST_QUANTIZED_SHARE = 0.9\n",
         "LEAST_QUANTIZED_SHARE = 0.0\n",
-        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[mixtral-2.3]",),
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[falcon-2.3]",),
     ),
     Fault(
         "experts that do not work on a token are counted as work",

@@ -63,8 +63,7 @@ WORKFLOWS = {
         "3.2_summarization/run_0_cpu_x2/my_workflow_summarization_torchrun.py", ENCODER_DECODERS, SUMMARIES, "0.001"
     ),
 }
-NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
-                 "falcon": "FalconLinear"}  # fmt: skip
+NOT_IN_4_BITS = {"falcon": "FalconLinear"}
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
 IN_SHORT = ("gpt2", "mixtral")
 """Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
@@ -173,8 +172,7 @@ def test_a_family_is_planned(
     asked = ("--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json")
     assert answer(read_options([*asked, *options])) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
-    in_16_bits = batch.classes or family in NOT_IN_4_BITS
-    closed = [name for name, each in TECHNIQUES.items() if not (in_16_bits and each.quantizes)]
+    closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
     assert {entry["technique"] for entry in ranked} == set(closed if known else dry)
     assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
     outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"
