@@ -23,7 +23,7 @@ from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
 from common.data.row_checks import say_once
-from common.models.families import suited_to_model
+from common.models.families import check_quantizable, suited_to_model
 from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.job import BatchShape, is_planned
@@ -222,6 +222,21 @@ def test_whether_experts_are_adapted_is_said(models: Callable[[str], str], capsy
         suited_to_model(RunConfig(model=models("mixtral"), **chosen))
         said = capsys.readouterr().out
         assert ("experts get adapters" in said and "--target_modules q_proj,v_proj" in said) == is_said, chosen
+
+
+def test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer(
+    models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(technique="qlora", model=models("mixtral"), gradient_checkpointing=True, independent_judge="none")
+    assert check_settings(run).target_modules == "q_proj,k_proj,v_proj,o_proj"
+    assert "take no adapters" in capsys.readouterr().out
+    for changes, said in (
+        ({"gradient_checkpointing": False}, "turn gradient checkpointing on"),
+        ({"target_modules": "q_proj,experts", "lora_dropout": 0.0}, "take no adapters: pass --target_modules"),
+        ({"parallel": "mp", "devices": 2}, "--parallel ddp"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            check_quantizable(replace(run, **changes))
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:
