@@ -232,7 +232,8 @@ def test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer(
     assert "take no adapters" in capsys.readouterr().out
     for changes, said in (
         ({"gradient_checkpointing": False}, "turn gradient checkpointing on"),
-        ({"target_modules": "q_proj,experts", "lora_dropout": 0.0}, "take no adapters: pass --target_modules"),
+        ({"target_modules": "q_proj,experts"}, "target_modules is 'q_proj,experts'"),
+        ({"target_modules": "all-linear"}, "take no adapters: pass --target_modules"),
         ({"parallel": "mp", "devices": 2}, "--parallel ddp"),
     ):
         with pytest.raises(BadInputError, match=said):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+from transformers import AutoModelForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -124,7 +125,12 @@ MIXTURES = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"]
 def mixture(family: str, folder: Path, **changes: object) -> RunConfig:
     targets, attention = "q_proj,k_proj,v_proj,o_proj", "eager" if family == "gpt_oss" else "sdpa"
     about = {"gradient_checkpointing": True, "target_modules": targets, "attention": attention, **changes}
-    return replace(QLORA, model=make_tiny(family, folder), **about)
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(family, folder))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 10 if weight.ndim == 3 else 1  # so that experts matter: they start small
+    model.save_pretrained(folder)
+    return replace(QLORA, model=str(folder), **about)
 
 
 @MIXTURES
