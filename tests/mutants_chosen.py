@@ -1023,7 +1023,21 @@ MODELS_AND_ROWS = (
         "common/models/families.py",
         "LEAST_QUANTIZED_SHARE = 0.9\n",
         "LEAST_QUANTIZED_SHARE = 0.0\n",
-        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[mixtral-2.3]",),
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[falcon-2.3]",),
+    ),
+    Fault(
+        "experts that a gradient needs are kept dequantized of all layers",
+        "common/models/families.py",
+        "why_not_in_4_bits(run.parallelism, run.gradient_checkpointing)",
+        "why_not_in_4_bits(run.parallelism, True)",
+        ("tests/recipes/test_families.py::test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer",),
+    ),
+    Fault(
+        "freeing a quantized mixture leaves its scales in memory",
+        "common/models/shards.py",
+        "                for holder in module.modules():  # the layer, or what reads experts\n",
+        "                for holder in [module]:\n",
+        _unit("quantization", "a_mixtures_experts_are_stored_in_4_bits"),
     ),
     Fault(
         "experts that do not work on a token are counted as work",

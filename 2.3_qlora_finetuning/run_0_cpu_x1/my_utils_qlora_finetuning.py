@@ -23,7 +23,7 @@ from common.hardware.devices import GIB
 from common.models.loading import load_base_model, waiting_on_host, weight_dtype
 from common.models.merging import check_equal_logits, comparing, next_token_logits, reloaded_difference, tokens_at_once
 from common.models.quantization import dequantized
-from common.models.shards import byte_count, free_model, is_quantized
+from common.models.shards import byte_count, free_model
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import answer_results
@@ -39,7 +39,7 @@ ON_ORIGINAL = "merged_into_original"  # folder of the adapter merged into the or
 
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> dict[str, Any]:
     """Return what a quantized model's weights take, adapters left out, and what they would in `unquantized_dtype`."""
-    quantized = {id(module.weight): module.weight for module in model.modules() if is_quantized(module)}
+    quantized = {id(weight): weight for weight in model.parameters() if hasattr(weight, "quant_type")}
     plain = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in quantized)
     others = [weight for name, weight in plain if "lora_" not in name]
     weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
@@ -156,7 +156,7 @@ def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> flo
     changed = wanted = 0.0
     others = dict(quantized.named_parameters())
     for name, weight in original.named_parameters():
-        if weight.ndim == 2 and not torch.equal(weight, others[name]):
+        if weight.ndim > 1 and not torch.equal(weight, others[name]):
             changed += (weight.float() - others[name].float()).square().sum().item()
             wanted += weight.float().square().sum().item()
     return (changed / wanted) ** 0.5 if wanted else 0.0

@@ -22,7 +22,7 @@ from common.hardware.devices import Gpu
 from common.hardware.prices import usual_price
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
-from common.planning.job import NOT_IN_4_BITS, Job
+from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plan_texts import explanation, recommendation, table, why
@@ -258,8 +258,11 @@ def _of_mixture(architecture: Architecture, options: PlannerOptions) -> list[str
         f"token ({at_work / 1e9:.3g}B parameters); adapters are on attention alone; under autocast experts compute in "
         "fp32; its times are less certain: Mixtral's rates with Transformers' older kernels were 0.71 to 0.86 of these"
     ]
-    left_out = set(options.techniques) - set(planned_techniques(architecture, options.techniques))
-    return said + [f"{TECHNIQUES[name].label} is left out: {architecture.name} is {NOT_IN_4_BITS}" for name in left_out]
+    parallels = (options.parallel,) if options.parallel else None
+    asked = architecture, options.techniques, parallels, options.gradient_checkpointing
+    left_out = set(options.techniques) - set(planned_techniques(*asked))
+    why = "its experts in 4 bits need gradient checkpointing, and one device or ddp"
+    return said + [f"{TECHNIQUES[name].label} is left out: {why}" for name in left_out]
 
 
 def _price(gpu: Gpu, given: float | None) -> str:

@@ -19,16 +19,16 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
+from common.models.shards import EXPERTS_NDIM, has_fused_experts
 from common.models.trained_weights import (
     add_lora,
-    has_fused_experts,
     idle_weights,
     language_part,
     layers_called,
     with_trained_weights,
 )
 from common.planning.architectures import check_shares_heads
-from common.planning.job import is_planned
+from common.planning.job import is_planned, why_not_in_4_bits
 
 LEAST_QUANTIZED_SHARE = 0.9
 LEAST_REACHED_SHARE = 0.5  # of the layers, by adapters
@@ -81,6 +81,12 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:
+    if run.method.quantizes and run.target_modules == "all-linear":
+        linears = layers_called(model_without_weights(run), "all-linear")
+        plain = [name for name, module in linears.items() if not has_fused_experts(module)]
+        targets = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in plain))
+        said = f"its experts are in 4 bits, and take no adapters: these are on {targets}"
+        return ({"target_modules": targets}, said) if len(plain) < len(linears) else ({}, "")
     if not run.method.has_adapters or run.target_modules == "all-linear" or is_expression(run.target_modules):
         return {}, ""
     is_asked_for, model = run.target_modules != recipe_targets(run), model_without_weights(run)
@@ -204,7 +210,10 @@ def experts_at_work(model: PreTrainedModel) -> str:
 
 
 def check_quantizable(run: RunConfig) -> None:
-    """Refuse a model of whose layers less than 90 % of the matrices' weights would be stored in 4 bits."""
+    """Refuse a model of whose layers less than 90 % of the matrices' weights would be stored in 4 bits.
+
+    And a mixture of experts with adapters on these, or in a run that cannot hold them in 4 bits.
+    """
     if not run.method.quantizes:
         return
     model = model_without_weights(run)
@@ -213,14 +222,20 @@ def check_quantizable(run: RunConfig) -> None:
     for module in model.modules():
         if module in ends or isinstance(module, torch.nn.Embedding):
             continue
-        matrices = sum(weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1)
-        if type(module) in (torch.nn.Linear, Conv1D):  # which `replace_with_bnb_linear` replaces
-            quantized += matrices
-        else:
-            others[type(module).__name__] += matrices
+        is_linear = type(module) in (torch.nn.Linear, Conv1D)  # which `replace_with_bnb_linear` replaces
+        for weight in module.parameters(recurse=False):
+            if is_linear or (weight.ndim == EXPERTS_NDIM and has_fused_experts(module)):
+                quantized += weight.numel() * (weight.ndim > 1)
+            else:
+                others[type(module).__name__] += weight.numel() * (weight.ndim > 1)
     share = quantized / (quantized + others.total())
     if share < LEAST_QUANTIZED_SHARE:
         raise BadInputError(
             f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, not those in "
             f"{others.most_common(1)[0][0]}: pass --technique lora in a folder of 2.1."
         )
+    if any(map(has_fused_experts, model.modules())):
+        on_experts = "take no adapters: pass --target_modules with layers of attention alone, such as q_proj,v_proj"
+        why_not = why_not_in_4_bits(run.parallelism, run.gradient_checkpointing)
+        if why_not := why_not or on_experts * _adapts_experts(run):
+            raise BadInputError(f"{run.model} is a mixture, whose experts in 4 bits {why_not}.")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, ending_with
-from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
+from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config, quantize_experts
 from common.models.real_models import MINILM, SMOLLM2, check_minilm, minilm_folder, smollm2_folder
+from common.models.shards import has_fused_experts
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.model_configs import (
     PUBLISHED,
@@ -265,6 +267,8 @@ def load_base_model(
     these. A module whose weights are tied to another's is left out, unless files have them twice.
     """
     quantized = quantized and run.method.quantizes and source is None
+    if quantized and not each and any(map(has_fused_experts, model_without_weights(run).modules())):
+        each = partial(quantize_experts, quantization or quantization_config(run))
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized, each)
         return prepare_quantized(model) if quantized else model

@@ -11,6 +11,9 @@ from accelerate.hooks import remove_hook_from_module
 from accelerate.utils.memory import clear_device_cache
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
+
+EXPERTS_NDIM = 3
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
@@ -87,12 +90,21 @@ def is_quantized(module: torch.nn.Module) -> bool:
     return hasattr(module._parameters.get("weight"), "quant_type")  # also of a rank's part, which keeps its attributes
 
 
+def has_fused_experts(module: torch.nn.Module) -> bool:
+    """Return whether this module has the matrices of all experts of a layer, each kind as one weight, or in 4 bits."""
+    has_three = any(weight.ndim == EXPERTS_NDIM for weight in module.parameters(recurse=False))
+    return is_parametrized(module) or (has_three and not isinstance(module, torch.nn.Conv1d))
+
+
 def free_model(model: torch.nn.Module) -> None:
     """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
     for module in model.modules():
-        if is_quantized(module):  # such weights cannot be moved to `meta` as others can
-            module.weight, module.quant_state = None, None
+        for name, weight in list(module._parameters.items()):
+            if hasattr(weight, "quant_type"):  # such weights cannot be moved to `meta` as others can
+                module._parameters[name] = None
+                for holder in module.modules():  # the layer, or what reads experts
+                    holder.quant_state = None
     held = [*model.parameters(), *model.buffers()]
     for weight in held:
         if isinstance(weight, DTensor):  # FSDP keeps a view of its shard

@@ -15,7 +15,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.compiled_layers import layers_of
 from common.models.loading import model_without_weights
-from common.models.trained_weights import has_fused_experts
+from common.models.shards import has_fused_experts
 
 
 def check_tiles(run: RunConfig) -> None:

@@ -11,12 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from common.base.errors import BadInputError, begin_of, closest
 from common.base.run_config import RunConfig, is_expression, names_in
 from common.models.quantization import weight_counts
-from common.models.shards import global_numel
-
-
-def has_fused_experts(module: torch.nn.Module) -> bool:
-    """Return whether this module holds the matrices of all experts of a layer, as weights with three dimensions."""
-    return any(weight.ndim == 3 for weight in module.parameters(recurse=False))
+from common.models.shards import global_numel, has_fused_experts
 
 
 def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
@@ -237,12 +232,7 @@ def idle_weights(model: PreTrainedModel) -> int:
     """Return how many of a mixture's weights do not work on a token: all experts are held, some are chosen for it."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    held = sum(
-        global_numel(weight)
-        for module in model.modules()
-        if has_fused_experts(module)
-        for weight in module.parameters(recurse=False)
-    )
+    held = sum(weight_counts(module) for module in model.modules() if has_fused_experts(module))
     return held - held * config.num_experts_per_tok // experts if held else 0
 
 

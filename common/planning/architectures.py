@@ -79,8 +79,8 @@ class Stack:
 
     @cached_property
     def matrix_weights(self) -> int:
-        """Weights of one layer's projections, without their biases."""
-        return sum(linear.weights for linear in self.linears)
+        """Weights of one layer's projections, without their biases, and without a mixture's router."""
+        return sum(linear.weights for linear in self.linears if linear.block != Block.ROUTER)
 
     @cached_property
     def layer_parameters(self) -> int:

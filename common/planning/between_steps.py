@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from common.planning.architectures import Architecture, Stack
+from common.planning.architectures import Architecture, Block, Stack
 from common.planning.job import LEVEL_TABLE_BYTES, QUANTIZED_BYTES, QUANTIZED_NUMBER_BYTES, Job
 from common.planning.shares import Share, small_adapter_weights, trained_parameters
 from common.planning.terms import Kind, Term, numbers
@@ -87,7 +87,8 @@ class BetweenSteps:
     def _quantized_weights(self) -> list[Term]:
         job, kind, ranks = self.job, self.job.quantization, self.weight_ranks
         count = sum(layers * stack.matrix_weights for stack, layers in self.stacks)
-        matrices = sum(layers * len(stack.linears) for stack, layers in self.stacks)
+        in_4_bits = ((layers, each) for stack, layers in self.stacks for each in stack.linears)
+        matrices = sum(layers for layers, each in in_4_bits if each.block != Block.ROUTER)
         per_weight, number, table = QUANTIZED_BYTES[kind], QUANTIZED_NUMBER_BYTES[kind], LEVEL_TABLE_BYTES[kind]
         what, scales = f"{kind} weights of the layers", per_weight - number
         others = "embeddings, norms and head" + (", cast to fp32" if job.end_bytes == 4 else "")

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from common.base.errors import NotPlannedError
 from common.base.run_config import RunConfig, is_expression
-from common.base.specs import TASKS, HasSpecs, Task, Technique, equal_groups
+from common.base.specs import TASKS, HasSpecs, Parallelism, Task, Technique, equal_groups
 from common.planning.architectures import Architecture, Block, Linear, Stack, StackKind, read_architecture
 from common.planning.model_configs import usual_tiles
 
@@ -25,7 +25,6 @@ OPTIMIZER_BYTES = {
 }
 OTHER_TOKENS = 96  # of a text of assets/general, at most
 LOGITS_AT_ONCE = 2**25  # of a decoder's loss in chunks of tokens: a chunk's, at most (128 MiB in fp32)
-NOT_IN_4_BITS = "a mixture of experts, whose weights bitsandbytes' layers do not store in 4 bits"
 ALL_LINEAR = ("all-linear",)  # every linear layer but the head
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
 QUANTIZED_BYTES = {
@@ -333,6 +332,9 @@ class Job(HasSpecs):
     def check_targets(self, architecture: Architecture) -> None:
         """Refuse target modules that the model does not have, with the names that it has; as `check_experts` does."""
         check_experts(architecture, self.method, self.target_modules)
+        name, why_not = architecture.name, why_not_in_4_bits(self.parallelism, self.gradient_checkpointing)
+        if architecture.experts and self.method.quantizes and why_not:
+            raise NotPlannedError(f"{name} is a mixture, whose experts in 4 bits {why_not}.")
         if architecture.experts and self.tiled_mlp:
             raise NotPlannedError(
                 f"--tiled-mlp: each expert of {architecture.name} has a part of the tokens: leave it out."
@@ -348,7 +350,7 @@ class Job(HasSpecs):
 
 
 def check_experts(architecture: Architecture, method: Technique, targets: tuple[str, ...]) -> None:
-    """Refuse a mixture in 4 bits, as runs do, and adapters on its experts: PEFT's `all-linear` may be on them, too.
+    """Refuse adapters on a mixture's experts: PEFT's `all-linear` may be on them, too.
 
     (peft/utils/transformers_weight_conversion.py: a layer's experts have one adapter of their own each, which is added
     to all of their weights in each pass.)
@@ -356,13 +358,19 @@ def check_experts(architecture: Architecture, method: Technique, targets: tuple[
     name, known = architecture.name, architecture.names_to_adapt
     if not architecture.experts or not method.has_adapters:
         return
-    if method.quantizes:
-        raise NotPlannedError(f"--technique {method.name}: {name} is {NOT_IN_4_BITS}: pass --technique lora.")
     if not targets or not set(targets) <= set(known):
         raise NotPlannedError(
             f"target_modules is {','.join(targets) or 'all-linear'}, but adapters on the experts of {name} are not "
             f"planned: pass --target_modules {','.join(known)}, or some of these."
         )
+
+
+def why_not_in_4_bits(sharing: Parallelism, checkpoints: bool) -> str:
+    """Return why a run cannot hold a mixture's experts in 4 bits; empty where it can."""
+    if not (sharing.is_single or sharing.replicates):
+        return f"are not divided among devices (parallel is {sharing.name}): pass --parallel ddp, or --technique lora"
+    kept = "are dequantized while their layer computes, and autograd would keep those of all layers"
+    return "" if checkpoints else f"{kept}: turn gradient checkpointing on"
 
 
 def _contradictions(job: Job) -> tuple[tuple[object, str], ...]:
@@ -479,7 +487,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
 def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
     """Return the run's model as `job_of_run` trains it; refuse those of unknown shape, and decoders for labels.
 
-    And mixtures in 4 bits, or with adapters on their experts.
+    And mixtures with adapters on their experts.
     """
     architecture = read_architecture(run.model, run.model_revision, batch.classes)
     check_experts(architecture, run.method, run.target_names)

@@ -197,6 +197,11 @@ class LayerActivations:
             return [activations("gradients within the experts", f"T ({3 - keeps_inputs} I - k H) z", wide)]
         return [activations("experts' results while they are weighed", f"3 T k H {each}", 3 * results * each)]
 
+    def dequantized_experts(self, stack: Stack) -> Term:
+        """Return what a layer's experts are while it computes, where they are stored in 4 bits."""
+        count = sum(linear.weights for linear in stack.linears if linear.experts > 1) * self.job.method.quantizes
+        return numbers(Kind.BUFFERS, "a layer's experts, dequantized", count, self.expert_bytes)
+
     def _dropouts(self, stack: Stack) -> list[Term]:
         count = 3 if stack.kind == StackKind.CROSS_DECODER else 2
         bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
@@ -260,7 +265,7 @@ class LayerActivations:
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self._mlp(stack)]
             ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
-        return [*max(ways, key=size_of), self.passing(stack)]
+        return [*max(ways, key=size_of), self.passing(stack), self.dequantized_experts(stack)]
 
     def _mlp_backward(self, stack: Stack, again: bool) -> list[Term]:
         if self.architecture.experts:

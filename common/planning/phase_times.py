@@ -81,9 +81,10 @@ def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: 
     quantized = architecture.matrix_weights * job.method.quantizes
     weights = quantized * QUANTIZED_BYTES[job.quantization]
     weights += (architecture.parameters - quantized) * job.whole_model_bytes
-    # of a mixture each row's experts are copied (`PhaseSums._answers`), and all others left alone
+    # each row's experts are copied (`PhaseSums._answers`), and a mixture's others left alone, or all are dequantized
     copied = rows * architecture.chosen / architecture.experts if architecture.experts else 1
-    weights += architecture.expert_weights * (COPY_TOUCHES * copied - 1) * job.whole_model_bytes
+    others = 1 if job.method.quantizes else -1
+    weights += architecture.expert_weights * (COPY_TOUCHES * copied + others) * job.whole_model_bytes
     tokens = rows * shape.beams * (shape.prompt_length + shape.new_tokens / 2)
     keys = 2 * architecture.layers * tokens * architecture.key_size * job.whole_model_bytes
     read_s = (weights + keys) / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)

@@ -86,7 +86,7 @@ class PhaseSums:
         Of files each rank reads its part alone; weights that are drawn, quantized or DeepSpeed's come by modules.
         """
         job, architecture, there = self.job, self.architecture, self._trained.weights()
-        moments, sharing = [("the last weight", there)], job.parallelism
+        moments, sharing = [("the last weight", [*there, *self._dequantized_experts()])], job.parallelism
         is_divided = sharing.shards_weights or sharing.splits_matrices or sharing.pipelines
         if is_divided and (job.draws_weights or job.method.quantizes or sharing.uses_deepspeed):
             embeddings, each = architecture.embedding_parameters, job.weight_bytes
@@ -148,7 +148,7 @@ class PhaseSums:
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
         kept = self._kept_beside(rows * length)
         # as any user loads it: with 4-bit bases the adapter on one
-        saved = self._whole.base_weights() if method.quantizes else self._whole_weights("weights of what was saved")
+        saved = self._in_4_bits() if method.quantizes else self._whole_weights("weights of what was saved")
         passing = [*self._layer(rows // parts, length, target_length, trains=True), *self._images(rows)]
         reading = [*self._layer(rows, length, target_length, a), *self._images(rows)]
         in_forward, at_loss = (self._trained.gathered(n) for n in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS))
@@ -243,6 +243,12 @@ class PhaseSums:
     def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
         return [numbers(Kind.WEIGHTS, what, self._whole.parameters, self.job.whole_model_bytes)]
 
+    def _in_4_bits(self) -> list[Term]:
+        return [*self._whole.base_weights(), *self._dequantized_experts()]
+
+    def _dequantized_experts(self) -> list[Term]:
+        return [self._trained.layer.dequantized_experts(self.architecture.stacks[-1])]
+
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
         return has_room_for_whole(*gib, self.gpu.memory_gib)
@@ -273,7 +279,7 @@ class PhaseSums:
             if tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
                 return weights, times_each(weights, 2, "2 x "), "tuned model and base"
             return weights, weights, "tuned model; then the base" if tuned else "base"
-        quantized, whole = self._whole.base_weights(), self._whole_weights()
+        quantized, whole = self._in_4_bits(), self._whole_weights()
         if not self._has_room_for_whole():
             return quantized, quantized, "adapter on the quantized base" if tuned else "quantized base"
         if tuned:
@@ -348,7 +354,7 @@ class PhaseSums:
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             activations("attention scores and their mask", "B heads S S x", scores),
-            *(self._trained.summed(rows * length) if trains else []),
+            *([*self._trained.summed(rows * length), *self._dequantized_experts()] if trains else []),
         ]
 
     def _answers(self, a: int, answered: int, trains: bool = False) -> dict[str, list[Term]]:

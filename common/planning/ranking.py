@@ -7,7 +7,7 @@ from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE
 from common.planning.architectures import Architecture, sp_sizes
-from common.planning.job import Job, Precision
+from common.planning.job import Job, Precision, why_not_in_4_bits
 from common.planning.plans import Plan, make_plan
 from common.planning.time_plan import Calibration, Cluster
 
@@ -45,7 +45,7 @@ def ranked_plans(
     with fsdp another plan with one on each machine, of `sp_size` 1, and where not even one row fits all of a machine.
     """
     plans = []
-    for technique in planned_techniques(architecture, techniques):
+    for technique in planned_techniques(architecture, techniques, parallels, checkpointing):
         usual = parallels or _usual_parallelisms(technique, asked, cluster, sp_size or 1)
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
@@ -55,7 +55,9 @@ def ranked_plans(
             has_too_few_layers = sharing.splits_layers and len(cluster.gpus) > architecture.layers
             is_on_several = sharing.layers_in_turn and cluster.nodes > 1
             is_whole = sharing.pipelines and architecture.family.positions != ""
-            if parallels is None and (lacks_scaling or has_too_few_layers or is_on_several or is_whole):
+            has_4_bit_experts = architecture.experts > 0 and TECHNIQUES[technique].quantizes
+            is_left_out = is_whole or (has_4_bit_experts and bool(why_not_in_4_bits(sharing, True)))
+            if parallels is None and (lacks_scaling or has_too_few_layers or is_on_several or is_left_out):
                 continue
             if is_on_several:
                 raise BadInputError(f"--parallel {parallel} is one process on one machine: pass --nodes 1, or pp.")
@@ -76,7 +78,7 @@ def ranked_plans(
                 if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):
                     continue
                 found: list[Plan] = []
-                for on in [False, True] if checkpointing is None else [checkpointing]:
+                for on in [has_4_bit_experts, True] if checkpointing is None else [checkpointing]:
                     tried = replace(job, gradient_checkpointing=on, sp_size=ranks)
                     found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
                     if found[-1].fits:
@@ -90,10 +92,13 @@ def ranked_plans(
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def planned_techniques(architecture: Architecture, techniques: Iterable[str]) -> tuple[str, ...]:
-    """Return the techniques to rank: of a mixture, where several are asked for, those without weights in 4 bits."""
+def planned_techniques(
+    architecture: Architecture, techniques: Iterable[str], parallels: Iterable[str] | None, checkpointing: bool | None
+) -> tuple[str, ...]:
+    """Return the techniques to rank: of several without QLoRA, where it cannot hold a mixture's experts as asked."""
     asked = tuple(techniques)
-    fit = tuple(name for name in asked if not (architecture.experts and TECHNIQUES[name].quantizes))
+    why_not = [why_not_in_4_bits(PARALLELISMS[each], checkpointing is not False) for each in parallels or ("single",)]
+    fit = tuple(name for name in asked if not (architecture.experts and any(why_not) and TECHNIQUES[name].quantizes))
     return fit or asked
 
 

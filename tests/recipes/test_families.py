@@ -23,7 +23,7 @@ from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
 from common.data.row_checks import say_once
-from common.models.families import suited_to_model
+from common.models.families import check_quantizable, suited_to_model
 from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.job import BatchShape, is_planned
@@ -63,8 +63,7 @@ WORKFLOWS = {
         "3.2_summarization/run_0_cpu_x2/my_workflow_summarization_torchrun.py", ENCODER_DECODERS, SUMMARIES, "0.001"
     ),
 }
-NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
-                 "falcon": "FalconLinear"}  # fmt: skip
+NOT_IN_4_BITS = {"falcon": "FalconLinear"}
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
 IN_SHORT = ("gpt2", "mixtral")
 """Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
@@ -173,8 +172,7 @@ def test_a_family_is_planned(
     asked = ("--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json")
     assert answer(read_options([*asked, *options])) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
-    in_16_bits = batch.classes or family in NOT_IN_4_BITS
-    closed = [name for name, each in TECHNIQUES.items() if not (in_16_bits and each.quantizes)]
+    closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
     assert {entry["technique"] for entry in ranked} == set(closed if known else dry)
     assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
     outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"
@@ -224,6 +222,22 @@ def test_whether_experts_are_adapted_is_said(models: Callable[[str], str], capsy
         suited_to_model(RunConfig(model=models("mixtral"), **chosen))
         said = capsys.readouterr().out
         assert ("experts get adapters" in said and "--target_modules q_proj,v_proj" in said) == is_said, chosen
+
+
+def test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer(
+    models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(technique="qlora", model=models("mixtral"), gradient_checkpointing=True, independent_judge="none")
+    assert check_settings(run).target_modules == "q_proj,k_proj,v_proj,o_proj"
+    assert "take no adapters" in capsys.readouterr().out
+    for changes, said in (
+        ({"gradient_checkpointing": False}, "turn gradient checkpointing on"),
+        ({"target_modules": "q_proj,experts"}, "target_modules is 'q_proj,experts'"),
+        ({"target_modules": "all-linear"}, "take no adapters: pass --target_modules"),
+        ({"parallel": "mp", "devices": 2}, "--parallel ddp"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            check_quantizable(replace(run, **changes))
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:

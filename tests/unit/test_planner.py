@@ -23,6 +23,7 @@ from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
 from common.planning.job import BatchShape, EvaluationShape, Job, architecture_of_run, is_planned, job_of_run
+from common.planning.memory_plan import device_memory
 from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.phases import PhaseSums
 from common.planning.plan_texts import why
@@ -482,14 +483,21 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def test_a_mixture_is_ranked_without_what_would_be_refused(planned: Planned, asked: Asked) -> None:
-    """QLoRA is left out with the reason; adapters are on attention, also in the command; refused is what is asked."""
-    answer = planned("--model mixtral-8x7b --gpu h200 --gpus 2")
-    assert {entry["technique"] for entry in answer["ranked"]} == {"full", "lora"}
-    assert any("QLoRA is left out" in line for line in answer["assumptions"])
+    """Adapters are on attention, also in the command. QLoRA is checkpointed, and left out where that is off."""
+    options = "--model mixtral-8x7b --gpu h200 --gpus 2"
+    answer = planned(options)
+    ways = {(entry["technique"], entry["parallel"], entry["gradient_checkpointing"]) for entry in answer["ranked"]}
+    assert {way for way in ways if way[0] == "qlora"} == {("qlora", "ddp", True)}
+    assert {technique for technique, *_ in ways} == {"full", "lora", "qlora"}
     assert f"--target_modules {','.join(ATTENTION)}" in answer["run"]
-    assert not any("QLoRA" in line for line in planned("--model llama-3.2-1b --gpu h200")["assumptions"])
+    for on in ("--no-gradient-checkpointing", "--parallel fsdp"):
+        without = planned(f"{options} {on}")
+        assert {entry["technique"] for entry in without["ranked"]} == {"full", "lora"}
+        assert any("QLoRA is left out" in line for line in without["assumptions"])
+    assert not any("QLoRA" in line for line in answer["assumptions"])
     for options, said in (
-        ("--technique qlora", "4 bits: pass --technique lora"),
+        ("--technique qlora --no-gradient-checkpointing", "turn gradient checkpointing on"),
+        ("--technique qlora --gpus 2 --parallel fsdp", "pass --parallel ddp"),
         ("--technique lora --target-modules experts", "--target_modules q_proj"),
         ("--technique full --target-modules gate", "no linear layer 'gate'"),
         ("--technique full --tiled-mlp", "--tiled-mlp: each expert"),
@@ -504,12 +512,11 @@ def test_a_mixture_is_ranked_without_what_would_be_refused(planned: Planned, ask
         ({"target_modules": "q_proj,v_proj"}, True),
         ({"technique": "full"}, True),
         ({}, False),  # all-linear: PEFT puts adapters on experts, too
-        ({"technique": "qlora", "target_modules": "q_proj,v_proj"}, False),
+        ({"technique": "qlora", "target_modules": "q_proj,v_proj", "gradient_checkpointing": True}, True),
+        ({"technique": "qlora"}, False),
     ],
 )
-def test_a_run_of_a_mixture_is_planned_unless_its_experts_are_adapted_or_quantized(
-    settings: dict, is_known: bool
-) -> None:
+def test_a_run_of_a_mixture_is_planned_unless_its_experts_are_adapted(settings: dict, is_known: bool) -> None:
     run, batch = RunConfig(model="mixtral-8x7b", device="cuda", gpu="H200 141GB SXM", **settings), BatchShape(1, 64, 63)
     assert is_planned(run) == is_known
     if is_known:
@@ -519,8 +526,22 @@ def test_a_run_of_a_mixture_is_planned_unless_its_experts_are_adapted_or_quantiz
         assert plan_run(run, batch).devices
         return
     for refused in (architecture_of_run, plan_run):
-        with pytest.raises(NotPlannedError, match=r"mixture of experts|adapters on the experts"):
+        with pytest.raises(NotPlannedError, match="adapters on the experts"):
             refused(run, batch)
+
+
+def test_a_quantized_mixture_works_on_one_layers_experts_in_16_bits() -> None:
+    architecture, batch = read_architecture("mixtral-8x7b"), BatchShape(1, 64, 63)
+    job = Job("qlora", "single", batch, precision="bf16", target_modules=ATTENTION, gradient_checkpointing=True)
+    memory = device_memory(architecture, job, whole_model(architecture))
+    count = {term.what: term.count for term in memory.terms}
+    layer = 8 * 3 * 4096 * 14336
+    assert architecture.matrix_weights == architecture.layers * (layer + 41_943_040)  # without routers
+    assert count["nf4 weights of the layers"] == architecture.matrix_weights * 0.5625
+    assert count["tables of levels"] == 32 * 6 * 64
+    assert count["a layer's experts, dequantized"] == layer * 2
+    plain = device_memory(architecture, replace(job, technique="lora"), whole_model(architecture))
+    assert not any("dequantized" in term.what for term in plain.terms)
 
 
 def test_idle_experts_take_memory_and_no_time(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import importlib
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+from transformers import AutoModelForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -20,12 +23,14 @@ from common.data.batches import make_collator
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer, weight_dtype
 from common.models.quantization import check_bitsandbytes, dequantized, is_quantized, quantization_config
+from common.models.shards import free_model
 from common.models.trained_weights import add_lora, parameter_counts
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, job_of_run
 from common.planning.memory_plan import device_memory
 from common.planning.shares import whole_model
 from common.training.optimizers import make_optimizer
+from tests.families import make_tiny
 from tests.unit.toys import tiny_shape
 
 CPU = {"": "cpu"}
@@ -112,6 +117,80 @@ def test_gradients_are_those_of_the_dequantized_weights_also_after_an_evaluation
     for reentrant in (True, False):
         recomputed = replace(QLORA, gradient_checkpointing=True, use_reentrant=reentrant)
         torch.testing.assert_close(gradients(recomputed, repack=False)[1], found, rtol=1e-4, atol=1e-6)
+
+
+MIXTURES = pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+
+
+def mixture(family: str, folder: Path, **changes: object) -> RunConfig:
+    targets, attention = "q_proj,k_proj,v_proj,o_proj", "eager" if family == "gpt_oss" else "sdpa"
+    about = {"gradient_checkpointing": True, "target_modules": targets, "attention": attention, **changes}
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(family, folder))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 10 if weight.ndim == 3 else 1  # so that experts matter: they start small
+    model.save_pretrained(folder)
+    return replace(QLORA, model=str(folder), **about)
+
+
+@MIXTURES
+def test_a_mixtures_gradients_are_those_of_its_dequantized_weights(family: str, tmp_path: Path) -> None:
+    run, saved = mixture(family, tmp_path / "tiny"), tmp_path / "dequantized"
+    dequantized(load_base_model(run, CPU), torch.float32).save_pretrained(saved)
+    load_tokenizer(run).save_pretrained(saved)
+    loss, found = gradients(run, repack=False)
+    expected_loss, expected = gradients(replace(run, technique="lora", model=str(saved)), repack=False)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert largest_change(found, expected) <= 1e-4
+    original = gradients(replace(run, technique="lora"), repack=False)[1]  # the control: it is another model
+    assert largest_change(original, expected) > 0.01
+
+
+@MIXTURES
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+def test_a_mixtures_experts_are_stored_in_4_bits(
+    family: str, quantization: str, weights: str, tmp_path: Path, utils: ModuleType
+) -> None:
+    run = mixture(family, tmp_path, quantization=quantization, weights=weights)
+    base, whole = load_base_model(run, CPU), load_base_model(run, CPU, quantized=False)
+    stored = utils.stored_weights(base, torch.float32)
+    linear = sum(weight.numel() for name, weight in whole.named_parameters() if name.endswith("_proj.weight"))
+    experts = sum(weight.numel() for weight in whole.parameters() if weight.ndim == 3)
+    assert stored["quantized_weights"] == linear + experts > 4 * linear
+    assert stored["bits_per_quantized_weight"] < 5  # with the tables of small matrices
+    assert parameter_counts(base)[1] == parameter_counts(whole)[1]  # experts at work, as well
+    if family != "gpt_oss":  # which the closed form does not know
+        architecture = read_architecture(run.model)
+        memory = device_memory(architecture, job_of_run(run, BatchShape(1, 8, 7)), whole_model(architecture))
+        planned = sum(term.count for term in memory.terms if term.part == "weights" and term.what != "adapters")
+        assert planned == pytest.approx(stored["quantized_bytes"] + stored["other_bytes"], rel=0.001)
+    packed = [weakref.ref(weight) for weight in base.parameters() if hasattr(weight, "quant_type")]
+    free_model(base)
+    assert not any(each() is not None for each in packed)
+    assert all(weight.is_meta for weight in base.parameters())
+    assert not any(getattr(module, "quant_state", None) for module in base.modules())  # nor the scales
+
+
+def test_at_most_one_layers_experts_are_dequantized_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradient checkpointing; without, those of all layers wait for the backward pass."""
+    made: list[weakref.ref] = []
+    alive = []
+
+    def watched(reading: Bnb4bitParametrization, packed: torch.Tensor) -> torch.Tensor:
+        weight = dequantize(reading, packed)
+        made.append(weakref.ref(weight.untyped_storage()))
+        alive.append(sum(each() is not None for each in made))
+        return weight
+
+    dequantize = Bnb4bitParametrization.forward
+    monkeypatch.setattr(Bnb4bitParametrization, "forward", watched)
+    most = []
+    for checkpointing in (True, False):
+        made.clear(), alive.clear()
+        gradients(mixture("mixtral", tmp_path, gradient_checkpointing=checkpointing), repack=False)
+        most.append(max(alive))
+    assert most == [2, 4]  # two matrices of each of two layers
 
 
 def largest_change(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
