@@ -253,7 +253,7 @@ def training_to_rent(
     architecture = read_architecture(model)
     job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     job = replace(job, batch=replace(job.batch, padded=mean_length < longest))
-    return Training(architecture, job, mean_length, round(rows * epochs), rows_per_step, tuple(techniques))
+    return Training(architecture, job, lambda *_: mean_length, round(rows * epochs), rows_per_step, tuple(techniques))
 
 
 def rental_table(found: Sequence[Rental]) -> pd.DataFrame:
@@ -263,8 +263,8 @@ def rental_table(found: Sequence[Rental]) -> pd.DataFrame:
         "way": each.plan.name,
         "provider": f"{each.price.provider}{', spot' * each.is_spot}",
         "USD per hour": round(each.usd_per_hour, 2),
-        "likely": f"{hours_text(each.hours)}, {each.usd:.2f} USD",
-        "at most": f"{hours_text(each.most_hours)}, {each.most_usd:.2f} USD",
+        "time": hours_text(each.hours, each.most_hours),
+        "USD": f"{each.usd:.2f} to {each.most_usd:.2f}",
     } for each in found)  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def _front_runs(records: list[Record]) -> list[Row]:
 
 
 # whose answer the README shows
-RENT_QUESTION = "--gpu any --model qwen2.5-7b --rows-per-epoch 10000 --seq-len 1024 --num-train-epochs 3"
+RENT_QUESTION = "--gpu any --model qwen2.5-7b --rows-per-epoch 10000 --seq-len 1024 --num-train-epochs 3 --on-demand"
 
 
 def planner_says(question: str) -> str:
@@ -178,7 +178,7 @@ TABLES = {
                 ),
             ),
             Column("Provider", lambda each: each["provider"] + ", spot" * (each["kind"] == SPOT)),
-            Column("Time", lambda each: f"{hours_text(each['likely_hours'])} to {hours_text(each['most_hours'])}"),
+            Column("Time", lambda each: hours_text(each["likely_hours"], each["most_hours"])),
             Column("USD", lambda each: f"{each['likely_usd']:.2f} to {each['most_usd']:.2f}"),
         ),
     ),

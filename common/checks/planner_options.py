@@ -96,6 +96,7 @@ class PlannerOptions:
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
     usd_per_hour: float | None = setting(None, "Price of one GPU, instead of its usual one.")
+    on_demand: bool = setting(False, "What to rent: without spot.")
     budget: float | None = setting(None, "What to rent: US dollars that the whole run may cost.")
     deadline: str | None = setting(None, "What to rent: until when, as 6h, 90m, 2d or 2026-12-24T18:00.")
     prices: str | None = setting(None, "What to rent: a file of prices, as common/hardware/prices.toml.")
@@ -137,7 +138,7 @@ class PlannerOptions:
     def asks_what_to_rent(self) -> bool:
         """Whether the machine is what is asked for."""
         asked = (self.budget, self.deadline, self.prices, self.data, self.picture)
-        return any(each is not None and each != "" for each in asked) or ANY in (self.gpu or [])
+        return any(asked) or ANY in (self.gpu or [])
 
     @property
     def techniques(self) -> tuple[str, ...]:

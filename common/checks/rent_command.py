@@ -5,24 +5,38 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.base.errors import BadInputError, NotPlannedError
 from common.base.inert import matplotlib_text
+from common.base.paths import find_here
 from common.base.run_config import RunConfig
-from common.checks.planner_options import ANY, PlannerOptions, Tokens, evaluation_of, job_of, task_of
+from common.base.specs import TECHNIQUES
+from common.checks.planner_options import ANY, PlannerOptions, Tokens, evaluation_of, job_of, short_option, task_of
 from common.checks.run_command import run_command
 from common.hardware.devices import find_gpu
-from common.hardware.prices import PRICES, Price, read_prices
+from common.hardware.prices import PRICES, SPOT, Price, read_prices
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.plan_texts import outlined
 from common.planning.published_rates import evidence
-from common.planning.renting import COUNTS, PARALLELS, Rental, Training, chosen, frontier, hours_text, rentals
+from common.planning.renting import (
+    COUNTS,
+    DOWNLOAD_GB_PER_S,
+    PARALLELS,
+    STARTING_S,
+    Rental,
+    Training,
+    chosen,
+    frontier,
+    hours_text,
+    rentals,
+)
 from common.planning.time_plan import calibration_from
 from common.records.store import kept_records
 
@@ -34,6 +48,12 @@ TEMPLATE_TOKENS = 8  # that a chat template writes around a message: ChatML's fi
 HOURS_OF = {"m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
+MOST_DRAWN = 10_000  # rows whose batches are drawn, to see how much is padded
+# options that describe one machine, or rows without words
+NOT_TO_RENT = ("classes", "tiles", "max_target_length", "nodes", "link", "usd_per_hour", "gpu_memory_gib", "explain",
+               "per_device_train_batch_size", "micro_batches", "dp_replicate_size", "sp_size", "offload")  # fmt: skip
+
+
 class Rows(NamedTuple):
     """The rows of an epoch: how many, and their tokens."""
 
@@ -41,6 +61,7 @@ class Rows(NamedTuple):
     mean_length: int
     longest: int
     said: str  # how they were measured
+    length_of: Callable[[int, int, int], int]  # as `Training` has it
 
 
 def rent_answer(options: PlannerOptions) -> int:
@@ -75,12 +96,12 @@ def rent_answer(options: PlannerOptions) -> int:
     parts = [
         f"{options.model}: {architecture.parameters / 1e9:.2f}B parameters, {options.num_train_epochs:g} epochs of "
         f"{rows.count:,} rows of {rows.mean_length:,} tokens (at most {rows.longest:,}); every figure is projected",
-        f"{_table(best)}\nof {len(found):,} that fit, those that no other beats in both dollars and time"
+        f"{_table(best)}\nof {len(found):,} machines and ways that fit, those that no other beats in dollars and time"
         if best
         else "",
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         said,
-        f"Run: {command}" if command else "",
+        f"Run, on that machine in a clone of this repository: {command}" if command else "",
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if choice else 1
@@ -109,9 +130,10 @@ def hours_until(deadline: str) -> float:
 def _prices_of(options: PlannerOptions) -> list[Price]:
     """Return the prices of the GPUs that are asked for."""
     path = Path(options.prices).expanduser() if options.prices else PRICES
-    prices, names = read_prices(path), options.gpu or [ANY]
+    names, all_prices = options.gpu or [ANY], read_prices(path)
+    prices = [price for price in all_prices if not (options.on_demand and price.kind == SPOT)]
     if ANY in names:
-        return list(prices)
+        return prices
     wanted = {find_gpu(name).name for name in names}
     found = [price for price in prices if price.gpu in wanted]
     if not found:
@@ -120,10 +142,17 @@ def _prices_of(options: PlannerOptions) -> list[Price]:
 
 
 def _architecture_of(options: PlannerOptions) -> Architecture:
-    if isinstance(options.max_length, Tokens) or options.classes or options.tiles or options.nodes > 1:
-        raise NotPlannedError(
-            "What to rent is planned for rows of text, on one machine: leave out --classes, --tiles and --nodes, pass "
-            "--seq-len a number, and name a --gpu for the others."
+    defaults = {each.name: each.default for each in fields(options)}
+    idle = [short_option(options, name) for name in NOT_TO_RENT if getattr(options, name) != defaults[name]]
+    if idle or isinstance(options.max_length, Tokens):
+        said = f"leave out {', '.join(idle)}" if idle else "pass --seq-len a number"
+        raise NotPlannedError(f"What to rent is planned for rows of text, on one machine of each kind: {said}.")
+    if options.parallel not in (None, *PARALLELS):
+        raise NotPlannedError(f"What to rent is planned with {', '.join(PARALLELS)}: leave out --parallel.")
+    if options.gpus and options.rows_per_step % options.gpus:
+        raise BadInputError(
+            f"--rows-per-step is {options.rows_per_step}, which {options.gpus} GPUs cannot share evenly: pass "
+            f"--rows-per-step {options.gpus * max(1, options.rows_per_step // options.gpus)}."
         )
     try:
         return read_architecture(options.model, options.model_revision)
@@ -133,11 +162,14 @@ def _architecture_of(options: PlannerOptions) -> Architecture:
 
 def _rows_as_asked(options: PlannerOptions) -> Rows:
     length = int(options.max_length)
-    return Rows(options.rows_per_epoch, length, length, "as the options say; --data FILE counts and measures yours")
+    said = "as the options say; --data FILE counts and measures yours"
+    return Rows(options.rows_per_epoch, length, length, said, lambda *_: length)
 
 
 def _rows_of_file(options: PlannerOptions) -> Rows:
     """Return how many training rows the data has, and how long they are as the model's tokenizer, if here, has them."""
+    if Path(options.data).suffix and "://" not in options.data and not find_here(options.data):
+        raise BadInputError(f"--data is {options.data}, but there is no such file: pass the path of one.")
     print(f"reading {options.data} ...", file=sys.stderr, flush=True)
     from common.checks.preview import load_splits, load_tokenizer, preview  # here: it imports torch and Transformers
     from common.data.rows import texts_of
@@ -152,8 +184,24 @@ def _rows_of_file(options: PlannerOptions) -> Rows:
             texts = map(texts_of, splits.train)
             lengths = [sum(len(text.encode()) // BYTES_PER_TOKEN + TEMPLATE_TOKENS for text in row) for row in texts]
             how = f"estimated with {BYTES_PER_TOKEN} bytes a token, as the tokenizer of {options.model} is not here"
-    cut = [min(length, options.max_length) for length in lengths]
-    return Rows(len(cut), max(1, round(statistics.mean(cut))), max(cut), how)
+    kept = [min(length, options.max_length) for length in lengths]
+    if cut := sum(length > options.max_length for length in lengths):
+        how += f"; {cut:,} are cut at {options.max_length:,} tokens: --seq-len {max(lengths)} keeps them whole"
+    return Rows(len(kept), max(1, round(statistics.mean(kept))), max(kept), how, _padded(kept))
+
+
+def _padded(lengths: list[int]) -> Callable[[int, int, int], int]:
+    """Return how long a row is, padded, on average: each batch is as long as its longest row, on whichever rank."""
+    from common.data.batches import EpochBatches  # here: it imports torch
+
+    some = lengths[:: -(-len(lengths) // MOST_DRAWN)]
+
+    @cache
+    def length_of(rows: int, ranks: int, accumulation_steps: int) -> int:
+        batches = list(EpochBatches(some, rows, ranks, 0, 0, accumulation_steps).global_batches())
+        return round(sum(len(batch) * max(some[row] for row in batch) for batch in batches) / len(some))
+
+    return length_of
 
 
 def _training_of(options: PlannerOptions, architecture: Architecture, rows: Rows) -> Training:
@@ -162,7 +210,7 @@ def _training_of(options: PlannerOptions, architecture: Architecture, rows: Rows
     return Training(
         architecture,
         replace(job, batch=replace(job.batch, padded=rows.mean_length < rows.longest)),
-        rows.mean_length,
+        rows.length_of,
         math.ceil(rows.count * options.num_train_epochs),
         options.rows_per_step,
         options.techniques,
@@ -182,7 +230,7 @@ def _table(best: Sequence[Rental]) -> str:
             each.plan.name,
             f"{each.price.provider}{', spot' * each.is_spot}",
             f"{each.usd_per_hour:.2f}",
-            f"{hours_text(each.hours)} to {hours_text(each.most_hours)}",
+            hours_text(each.hours, each.most_hours),
             f"{each.usd:,.2f} to {each.most_usd:,.2f}",
         ]
         for each in best
@@ -203,9 +251,10 @@ def _recommendation(
     limit = " and ".join(filter(None, limits))
     if not best:
         return (
-            f"Nothing fits, not even one row of {training.job.batch.length:,} tokens on {COUNTS[-1]} GPUs. Shorten "
-            "rows (--seq-len), allow another --technique (qlora takes least), take a smaller --model, or plan several "
-            "machines: --gpu b300 --gpus 16 --nodes 2."
+            f"Nothing fits of what is sold{f' with {options.gpus} GPUs' if options.gpus else ''}: not even one row of "
+            f"{training.job.batch.length:,} tokens a GPU. Ask --gpu any without --gpus, shorten rows (--seq-len), "
+            "allow another --technique (qlora takes least), take a smaller --model, or plan several machines: "
+            "--gpu b300 --gpus 16 --nodes 2."
         )
     if (choice := chosen(best, options.budget, deadline_h)) is None:
         return (
@@ -221,10 +270,15 @@ def _recommendation(
     if choice.is_spot:
         lost_min = choice.interruption_s(RunConfig.max_lost_minutes) / 60
         said += f" Each interruption of spot loses about {lost_min:.0f} minutes: half of the "
-        said += f"{RunConfig.max_lost_minutes:g} between checkpoints, and loading."
+        said += f"{RunConfig.max_lost_minutes:g} between checkpoints, and beginning again."
         steady = frontier(each for each in found if not each.is_spot)
         if instead := chosen(steady, options.budget, deadline_h):
             said += f" On demand: {instead.said}."
+    names = list(TECHNIQUES)
+    for better in names[: names.index(choice.plan.job.technique)]:  # which dollars and time do not see
+        own = frontier(each for each in found if each.plan.job.technique == better)
+        if instead := chosen(own, options.budget, deadline_h):
+            said += f" In better quality (docs/planner.md#quality): {instead.said}."
     return said
 
 
@@ -232,8 +286,8 @@ def _assumptions(options: PlannerOptions, rows: Rows, best: Sequence[Rental]) ->
     return [
         f"rows {rows.said}; {options.rows_per_step} rows a step, on all GPUs together",
         f"the fastest of {', '.join(PARALLELS)} that is safe to fit, for each of {', '.join(options.techniques)}",
-        "time is that of loading, answers before and after, all epochs, and saving; starting the machine, installing, "
-        "downloading the model, storage and tax are not counted",
+        f"time: {STARTING_S // 60} minutes to start and install, the model at {DOWNLOAD_GB_PER_S} GB/s, loading, "
+        "answers before and after, all epochs with their padding, and saving; not counted are storage and tax",
         *dict.fromkeys(f"{each.price.gpu}: {each.price.said}" for each in best),
         *dict.fromkeys(
             f"{each.price.gpu}: {evidence(find_gpu(each.price.gpu))}; at most {each.factor:.2g} times the likely time"
@@ -245,10 +299,10 @@ def _assumptions(options: PlannerOptions, rows: Rows, best: Sequence[Rental]) ->
 def _command(choice: Rental | None, options: PlannerOptions) -> str:
     if choice is None:
         return ""
-    others: dict[str, Any] = {"num_train_epochs": options.num_train_epochs}
+    # steps have as many rows on every machine, so that its folder need not scale the rate
+    others: dict[str, Any] = {"num_train_epochs": options.num_train_epochs, "learning_rate_scaling": "none"}
     if options.data:  # which may have longer rows than those that were measured, or estimated
-        data = Path(options.data).expanduser()
-        others |= {"data": str(data.absolute()) if data.exists() else options.data, "max_length": options.max_length}
+        others |= {"data": options.data, "max_length": options.max_length}
     try:
         return run_command(choice.plan, options.model, options.model_revision, **others)
     except BadInputError as refused:
@@ -269,6 +323,7 @@ def _as_json(rental: Rental) -> dict[str, Any]:
         "peak_gib": memory.peak_gib,
         "safe_gib": memory.safe_gib,
         "capacity_gib": plan.highest.gpu.memory_gib,
+        "preparing_time_s": rental.preparing_s,
         "loading_time_s": rental.phases.loading_s,
         "evaluation_time_s": 2 * rental.phases.answering_s,
         "training_time_s": rental.training_s,

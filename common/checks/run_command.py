@@ -25,7 +25,7 @@ HUB_IDS = {
     "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
     "bart-large-cnn": "facebook/bart-large-cnn",
     "gemma-3-1b": "google/gemma-3-1b-it",
-    "llama-3.1-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",

@@ -1,6 +1,6 @@
 """Which machine to rent: a whole run planned on every priced GPU, by its hours and its bill; all are projected."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -9,8 +9,8 @@ from common.hardware.devices import Gpu, find_gpu
 from common.hardware.prices import SPOT, Price
 from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.job import Job, Precision
-from common.planning.phase_times import DISK_GB_PER_S, PhaseTimes
+from common.planning.job import Job, Precision, why_not_in_4_bits
+from common.planning.phase_times import DISK_GB_PER_S, FILE_BYTES, PhaseTimes
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import slowest
 from common.planning.ranking import planned_techniques, usual_precision
@@ -21,6 +21,7 @@ COUNTS = (1, 2, 4, 8)  # GPUs of one machine
 WORTH_IT = 0.95  # a dearer machine is named where it takes at most this share of the time of all cheaper ones
 # ways that a rented machine is planned with: those that divide rows, which are the fastest where they fit
 PARALLELS = ("single", "ddp", "fsdp")
+STARTING_S, DOWNLOAD_GB_PER_S = 600, 0.125  # assumed: of starting a machine and installing; at 1 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Training:
 
     architecture: Architecture
     job: Job  # of one row as long as the longest
-    mean_length: int  # tokens of a row
+    length_of: Callable[[int, int, int], int]  # tokens of a row, padded: by a rank's rows, ranks and accumulation
     rows: int  # of all epochs
     rows_per_step: int
     techniques: tuple[str, ...]
@@ -38,9 +39,10 @@ class Training:
     parallel: str | None = None
 
 
-def hours_text(hours: float) -> str:
-    """Return hours for a reader, such as `2.8 h` or `25 min`."""
-    return f"{hours:.1f} h" if hours >= 2 else f"{hours * 60:.0f} min" if hours >= 1 / 30 else f"{hours * 3600:.0f} s"
+def hours_text(*hours: float) -> str:
+    """Return hours for a reader, such as `2.8 h` or `20 to 25 min`."""
+    unit, times, digits = ("h", 1, 1) if hours[-1] >= 2 else ("min", 60, 0)
+    return f"{' to '.join(f'{each * times:.{digits}f}' for each in hours)} {unit}"
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,25 @@ class Rental:
         count = trained_parameters(architecture, job, whole_model(architecture))
         return count * job.trained_bytes / (DISK_GB_PER_S * 1e9)
 
+    @cached_property
+    def preparing_s(self) -> float:
+        """Of starting the machine, installing, and downloading the model."""
+        return STARTING_S + self.plan.architecture.parameters * FILE_BYTES / (DOWNLOAD_GB_PER_S * 1e9)
+
+    @cached_property
+    def run_s(self) -> float:
+        """Of loading, answering before and after, training and saving."""
+        return self.phases.loading_s + 2 * self.phases.answering_s + self.training_s + self.saving_s
+
     @property
     def hours(self) -> float:
-        """Of loading, answering before and after, training and saving."""
-        whole_s = self.phases.loading_s + 2 * self.phases.answering_s + self.training_s + self.saving_s
-        return whole_s / SECONDS_PER_HOUR
+        """Of preparing and running."""
+        return (self.preparing_s + self.run_s) / SECONDS_PER_HOUR
 
     @property
     def most_hours(self) -> float:
         """The same at most."""
-        return self.hours * self.factor
+        return (self.preparing_s + self.factor * self.run_s) / SECONDS_PER_HOUR
 
     @property
     def usd_per_hour(self) -> float:
@@ -112,8 +123,8 @@ class Rental:
         )
 
     def interruption_s(self, max_lost_minutes: float) -> float:
-        """Return what an interruption costs on average: half of the time between checkpoints, and loading again."""
-        return max_lost_minutes * 60 / 2 + self.phases.loading_s
+        """Return what an interruption costs on average: half of the time between checkpoints, and beginning again."""
+        return min(max_lost_minutes * 60, self.training_s) / 2 + self.preparing_s + self.phases.loading_s
 
 
 def rentals(
@@ -123,7 +134,8 @@ def rentals(
     ways: dict[tuple[str, int], list[tuple[Plan, float]]] = {}
     for price in prices:
         for count in counts:
-            if count % price.gpus or (price.machine and count != price.gpus):
+            is_sold = count % price.gpus == 0 and (not price.machine or count == price.gpus)
+            if not is_sold or training.rows_per_step % count:
                 continue
             if (price.gpu, count) not in ways:
                 ways[price.gpu, count] = list(_ways(training, find_gpu(price.gpu), count, calibration))
@@ -134,7 +146,9 @@ def rentals(
 def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) -> Iterator[tuple[Plan, float]]:
     """Yield each technique's fastest plan on so many GPUs, with its seconds of training."""
     cluster = Cluster((gpu,) * count)
-    for technique in planned_techniques(training.architecture, training.techniques):
+    parallels = [training.parallel] if training.parallel else None
+    asked = training.architecture, training.techniques, parallels, training.checkpointing
+    for technique in planned_techniques(*asked):
         found = [
             way
             for parallel in PARALLELS
@@ -155,9 +169,13 @@ def _fastest(
         return None
     job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
     job = job.with_targets_of(training.architecture)
-    for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
+    ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
+    has_4_bit_experts = training.architecture.experts > 0 and job.method.quantizes
+    for checkpointing in (
+        each for each in ways if not (has_4_bit_experts and why_not_in_4_bits(job.parallelism, each))
+    ):
         for rows in _batches(training.rows_per_step, count):
-            steps = max(1, training.rows_per_step // (rows * count))
+            steps = training.rows_per_step // (rows * count)
             tried = replace(
                 job,
                 gradient_checkpointing=checkpointing,
@@ -175,9 +193,9 @@ def _fastest(
 
 
 def _timed(training: Training, job: Job, cluster: Cluster, calibration: Calibration) -> tuple[Plan, float]:
-    """Return the plan of a step of the longest rows, and the seconds of training on rows of the mean length."""
+    """Return the plan of a step of the longest rows, and the seconds of training on rows as they are."""
     plan = make_plan(training.architecture, job, cluster, calibration)
-    length = training.mean_length
+    length = training.length_of(job.batch.rows, job.devices, job.accumulation_steps)
     usual = replace(job, batch=replace(job.batch, length=length, labelled=min(length, job.batch.labelled)))
     mean = plan if usual == job else make_plan(training.architecture, usual, cluster, calibration)
     return plan, mean.epoch_s(training.rows)
@@ -185,7 +203,7 @@ def _timed(training: Training, job: Job, cluster: Cluster, calibration: Calibrat
 
 def _batches(rows_per_step: int, count: int) -> list[int]:
     """Return the rows of a rank that make up a step evenly, most first."""
-    of_rank = max(1, rows_per_step // count)
+    of_rank = rows_per_step // count
     return [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
 
 

@@ -1,6 +1,7 @@
 """What to rent: the frontier over all priced machines, its bills, its choice, and what it refuses."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.planner_command import main
-from common.checks.rent_command import hours_until
+from common.checks.rent_command import _padded, hours_until
 from common.hardware.devices import CATALOGUE, find_gpu
 from common.hardware.prices import ON_DEMAND, SPOT, Price, read_prices, usual_price
 from common.planning.architectures import read_architecture
@@ -29,7 +30,7 @@ EVALUATION = EvaluationShape(rows=32, length=512, labelled=512, prompt_length=51
 TRAINING = Training(
     SMOLLM,
     Job("lora", "single", BatchShape(1, 512, labelled=512), evaluation=EVALUATION),
-    mean_length=256,
+    length_of=lambda *_: 256,
     rows=30_000,
     rows_per_step=16,
     techniques=("full", "lora"),
@@ -80,9 +81,37 @@ def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> Non
     assert rental.plan.rows_per_step * job.accumulation_steps == TRAINING.rows_per_step
     # rows are half as long as the longest
     assert 0.3 < rental.training_s / (steps * rental.plan.time.total_s) <= 1.0
-    seconds = parts.loading_s + 2 * parts.answering_s + rental.training_s + rental.saving_s
-    assert rental.usd == pytest.approx(seconds / 3600 * 4 * rental.price.usd_per_hour)
-    assert rental.most_usd == pytest.approx(rental.usd * slowest(find_gpu(rental.price.gpu), SMOLLM))
+    preparing_s = 600 + 2 * SMOLLM.parameters / 0.125e9  # a minute of it is the model's two bytes a weight
+    run_s = parts.loading_s + 2 * parts.answering_s + rental.training_s + rental.saving_s
+    usd_per_s = 4 * rental.price.usd_per_hour / 3600
+    assert rental.usd == pytest.approx((preparing_s + run_s) * usd_per_s)
+    factor = slowest(find_gpu(rental.price.gpu), SMOLLM)
+    assert rental.most_usd == pytest.approx((preparing_s + factor * run_s) * usd_per_s)
+
+
+def test_rows_of_varying_length_are_planned_with_their_padding() -> None:
+    lengths = [10] * 90 + [1000] * 10
+    length_of = _padded(lengths)
+    assert length_of(1, 1, 1) == 109  # alone nothing is padded
+    assert 109 < length_of(4, 1, 1) < length_of(16, 1, 1) < 1000
+    assert length_of(4, 4, 1) == length_of(16, 1, 1)  # all ranks wait for the longest row
+    even = replace(TRAINING, length_of=lambda *_: 109)
+    padded = replace(TRAINING, length_of=length_of)
+    (one, other) = (next(rentals(each, (PRICE,), (1,), {})).training_s for each in (even, padded))
+    assert one < other
+
+
+def test_spot_is_left_out_where_it_is_not_wanted(asked: Asked) -> None:
+    code, out, _ = asked("--model", "smollm2-135m", "--gpu", "any", "--on-demand", "--json")
+    assert code == 0
+    assert {each["kind"] for each in json.loads(out)["frontier"]} == {ON_DEMAND}
+
+
+def test_better_techniques_are_named_beside_what_is_cheapest(asked: Asked) -> None:
+    _, out, _ = asked("--model", "smollm2-135m", "--gpu", "any", "--budget", 20, "--json")
+    answer = json.loads(out)
+    assert answer["recommended"]["technique"] == "lora"
+    assert re.search("In better quality .*full fine-tuning", answer["recommendation"])
 
 
 def test_the_same_machine_costs_by_its_price_alone() -> None:
@@ -120,7 +149,10 @@ def test_cards_whose_speed_is_assumed_have_wider_bounds() -> None:
 
 def test_an_interruption_loses_half_of_what_lies_between_checkpoints_and_loading() -> None:
     (rental,) = rentals(replace(TRAINING, techniques=("lora",)), (replace(PRICE, kind=SPOT),), (1,), {})
-    assert rental.interruption_s(15.0) == 7.5 * 60 + rental.phases.loading_s
+    again_s = rental.preparing_s + rental.phases.loading_s
+    assert rental.training_s < 15 * 60  # no more than the whole training is lost
+    assert rental.interruption_s(15.0) == rental.training_s / 2 + again_s
+    assert rental.interruption_s(1.0) == 30 + again_s
 
 
 @pytest.mark.parametrize(("deadline", "hours"), [("6h", 6.0), ("90m", 1.5), ("2d", 48.0), ("0.5h", 0.5)])
@@ -139,7 +171,7 @@ def test_the_answer_is_a_frontier_a_choice_and_its_command(asked: Asked, tmp_pat
     code, out, _ = asked(*question, "--picture", picture)
     assert code == 0
     assert picture.stat().st_size > 1_000
-    assert "Run: make run FOLDER=" in out
+    assert ": make run FOLDER=" in out
     assert "--num_train_epochs" in out
     assert all(len(line) <= 120 for line in out.splitlines() if line.startswith(("│", "╭")))
     code, out, _ = asked(*question, "--json")
@@ -164,6 +196,9 @@ def test_rows_are_counted_and_measured(asked: Asked, tmp_path: Path) -> None:
     assert answer["rows"] == 160
     assert 5 < answer["mean_length"] < 100
     assert f"--data {file}" in answer["run"]
+    assert not any("are cut" in line for line in answer["assumptions"])
+    _, out, _ = asked("--model", "assets/embedded_base", "--data", file, "--seq-len", 20, "--json")
+    assert re.search(r"\d+ are cut at 20 tokens: --seq-len \d+ keeps them whole", out)
     code, out, _ = asked("--model", "qwen2.5-7b", "--data", file, "--json")
     estimated = json.loads(out)
     texts = [row["question"] + row["answer"] for row in rows]
@@ -176,12 +211,16 @@ def test_rows_are_counted_and_measured(asked: Asked, tmp_path: Path) -> None:
     [
         ("--budget 0.01", 1, "Nothing keeps 0.01 USD. The cheapest: "),
         ("--gpu any --deadline 1m --technique full", 1, "The fastest: "),
-        ("--gpu t4 --gpus 1 --technique full --deadline 2d", 1, "Nothing fits, not even one row of 1,024 tokens"),
+        ("--gpu t4 --gpus 1 --technique full --deadline 2d", 1, "Nothing fits of what is sold with 1 GPUs"),
+        ("--gpu any --parallel zero3", 2, "planned with single, ddp, fsdp: leave out --parallel"),
+        ("--gpu any --usd-per-hour 1 --explain", 2, "leave out --usd-per-hour, --explain"),
+        ("--gpu any --gpus 3", 2, "which 3 GPUs cannot share evenly: pass --rows-per-step 15"),
+        ("--data nowhere.csv", 2, "there is no such file"),
         ("--gpu any --deadline 2020-01-01", 2, "which has passed: pass a time to come"),
         ("--gpu any --deadline soon", 2, "pass 6h, 90m, 2d or a time"),
         ("--budget 0", 2, "--budget is 0.0, but must be above 0"),
         ("--gpu a60000 --budget 5", 2, "Did you mean RTX A6000 48GB?"),
-        ("--gpu any --nodes 2", 2, "on one machine"),
+        ("--gpu any --nodes 2", 2, "leave out --nodes"),
         ("--gpu any --prices nowhere.toml", 2, "nowhere.toml cannot be read"),
         ("--gpu any --picture nowhere/frontier.png", 2, "cannot be written"),
         ("--gpu any --picture frontier.xyz", 2, "name a .png or .svg file"),
