@@ -258,11 +258,10 @@ def _of_mixture(architecture: Architecture, options: PlannerOptions) -> list[str
         f"token ({at_work / 1e9:.3g}B parameters); adapters are on attention alone; under autocast experts compute in "
         "fp32; its times are less certain: Mixtral's rates with Transformers' older kernels were 0.71 to 0.86 of these"
     ]
-    parallels = (options.parallel,) if options.parallel else None
-    asked = architecture, options.techniques, parallels, options.gradient_checkpointing
-    left_out = set(options.techniques) - set(planned_techniques(*asked))
+    parallels = options.parallel and (options.parallel,)
+    planned = planned_techniques(architecture, options.techniques, parallels, options.gradient_checkpointing)
     why = "its experts in 4 bits need gradient checkpointing, and one device or ddp"
-    return said + [f"{TECHNIQUES[name].label} is left out: {why}" for name in left_out]
+    return said + [f"{TECHNIQUES[name].label} is left out: {why}" for name in set(options.techniques) - set(planned)]
 
 
 def _price(gpu: Gpu, given: float | None) -> str:

@@ -20,13 +20,7 @@ from common.models.loading import checked_config, model_class, model_without_wei
 from common.models.real_models import SMOLLM2
 from common.models.separate_rows import separates_rows
 from common.models.shards import EXPERTS_NDIM, has_fused_experts
-from common.models.trained_weights import (
-    add_lora,
-    idle_weights,
-    language_part,
-    layers_called,
-    with_trained_weights,
-)
+from common.models.trained_weights import add_lora, idle_weights, language_part, layers_called, with_trained_weights
 from common.planning.architectures import check_shares_heads
 from common.planning.job import is_planned, why_not_in_4_bits
 
@@ -210,10 +204,7 @@ def experts_at_work(model: PreTrainedModel) -> str:
 
 
 def check_quantizable(run: RunConfig) -> None:
-    """Refuse a model of whose layers less than 90 % of the matrices' weights would be stored in 4 bits.
-
-    And a mixture of experts with adapters on these, or in a run that cannot hold them in 4 bits.
-    """
+    """Refuse a model with less than 90 % of its layers' matrices in 4 bits, or experts that a run cannot hold so."""
     if not run.method.quantizes:
         return
     model = model_without_weights(run)

@@ -78,7 +78,7 @@ def ranked_plans(
                 if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):
                     continue
                 found: list[Plan] = []
-                for on in [has_4_bit_experts, True] if checkpointing is None else [checkpointing]:
+                for on in [False, True][has_4_bit_experts:] if checkpointing is None else [checkpointing]:
                     tried = replace(job, gradient_checkpointing=on, sp_size=ranks)
                     found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
                     if found[-1].fits:

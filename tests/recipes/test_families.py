@@ -234,7 +234,7 @@ def test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer(
         ({"gradient_checkpointing": False}, "turn gradient checkpointing on"),
         ({"target_modules": "q_proj,experts"}, "target_modules is 'q_proj,experts'"),
         ({"target_modules": "all-linear"}, "take no adapters: pass --target_modules"),
-        ({"parallel": "mp", "devices": 2}, "--parallel ddp"),
+        ({"parallel": "mp", "stages": 2}, "--parallel ddp"),
     ):
         with pytest.raises(BadInputError, match=said):
             check_quantizable(replace(run, **changes))
