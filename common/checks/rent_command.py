@@ -47,7 +47,7 @@ def rent_answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if something keeps budget and deadline, else 1."""
     deadline_h = hours_until(options.deadline) if options.deadline else None
     prices, architecture = _prices_of(options), _architecture_of(options)
-    rows = _rows_of_file(options) if options.data else _rows_as_asked(options)
+    rows = _rows_of(options)
     training = _training_of(options, architecture, rows)
     counts = (options.gpus,) if options.gpus else COUNTS
     found = list(rentals(training, prices, counts, calibration_from(kept_records(), training.job.batch.task)))
@@ -131,13 +131,11 @@ def _architecture_of(options: PlannerOptions) -> Architecture:
         raise NotPlannedError(f"{unknown} What to rent needs it: name a --gpu, which is planned by dry runs.") from None
 
 
-def _rows_as_asked(options: PlannerOptions) -> Rows:
-    length = int(options.max_length)
-    return Rows(options.rows_per_epoch, length, length, "as the options say; --data FILE counts and measures yours")
-
-
-def _rows_of_file(options: PlannerOptions) -> Rows:
-    """Return how many training rows the data has, and how long they are as the model's tokenizer, if here, has them."""
+def _rows_of(options: PlannerOptions) -> Rows:
+    """Return how many training rows there are, and how long they are as the model's tokenizer, if here, has them."""
+    if not options.data:
+        length = int(options.max_length)
+        return Rows(options.rows_per_epoch, length, length, "as the options say; --data FILE counts and measures yours")
     print(f"reading {options.data} ...", file=sys.stderr, flush=True)
     from common.checks.preview import load_splits, load_tokenizer, preview  # here: it imports torch and Transformers
     from common.data.rows import texts_of

@@ -150,6 +150,8 @@ def _fastest(
 ) -> tuple[Plan, float] | None:
     """Return the fastest plan that fits, with its seconds of training; None where none does."""
     count, found = len(cluster.gpus), []
+    of_rank = max(1, training.rows_per_step // count)  # rows of a step
+    evenly = [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
     precision = training.precision or usual_precision(technique, cluster)
     if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
         return None
@@ -158,15 +160,9 @@ def _fastest(
     except NotPlannedError:
         return None
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
-        for rows in _batches(training.rows_per_step, count):
-            steps = max(1, training.rows_per_step // (rows * count))
-            tried = replace(
-                job,
-                gradient_checkpointing=checkpointing,
-                batch=replace(job.batch, rows=rows),
-                accumulation_steps=steps,
-            )
-            gpu = cluster.gpus[0]
+        for rows in evenly:
+            batch, gpu = replace(job.batch, rows=rows), cluster.gpus[0]
+            tried = replace(job, gradient_checkpointing=checkpointing, batch=batch, accumulation_steps=of_rank // rows)
             memory = memory_with_overhead(training.architecture, tried, whole_model(training.architecture), gpu)
             if memory.safe_gib <= gpu.memory_gib:
                 found.append(_timed(training, tried, cluster, calibration))
@@ -183,12 +179,6 @@ def _timed(training: Training, job: Job, cluster: Cluster, calibration: Calibrat
     usual = replace(job, batch=replace(job.batch, length=length, labelled=min(length, job.batch.labelled)))
     mean = plan if usual == job else make_plan(training.architecture, usual, cluster, calibration)
     return plan, mean.epoch_s(training.rows)
-
-
-def _batches(rows_per_step: int, count: int) -> list[int]:
-    """Return the rows of a rank that make up a step evenly, most first."""
-    of_rank = max(1, rows_per_step // count)
-    return [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
 
 
 def frontier(found: Iterable[Rental]) -> list[Rental]:
