@@ -11,7 +11,7 @@ from common.hardware.prices import SPOT, Price
 from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job, Precision
-from common.planning.phase_times import DISK_GB_PER_S, PhaseTimes
+from common.planning.phase_times import DISK_GB_PER_S
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import slowest
 from common.planning.ranking import usual_precision
@@ -54,11 +54,6 @@ class Rental:
     factor: float  # as many times as long, at most, by the evidence for this card's speed
 
     @cached_property
-    def phases(self) -> PhaseTimes:
-        """Seconds of loading, and of one evaluation."""
-        return self.plan.phase_times
-
-    @cached_property
     def saving_s(self) -> float:
         """Of writing what was trained."""
         job, architecture = self.plan.job, self.plan.architecture
@@ -68,7 +63,9 @@ class Rental:
     @property
     def hours(self) -> float:
         """Of loading, answering before and after, training and saving."""
-        whole_s = self.phases.loading_s + 2 * self.phases.answering_s + self.training_s + self.saving_s
+        whole_s = (
+            self.plan.phase_times.loading_s + 2 * self.plan.phase_times.answering_s + self.training_s + self.saving_s
+        )
         return whole_s / SECONDS_PER_HOUR
 
     @property
@@ -113,7 +110,7 @@ class Rental:
 
     def interruption_s(self, max_lost_minutes: float) -> float:
         """Return what an interruption costs on average: half of the time between checkpoints, and loading again."""
-        return max_lost_minutes * 60 / 2 + self.phases.loading_s
+        return max_lost_minutes * 60 / 2 + self.plan.phase_times.loading_s
 
 
 def rentals(

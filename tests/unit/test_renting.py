@@ -71,7 +71,7 @@ def test_nothing_on_the_frontier_is_beaten_and_all_of_it_fits(found: list[Rental
 
 def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> None:
     rental = next(each for each in found if len(each.plan.cluster.gpus) == 4)
-    job, parts = rental.plan.job, rental.phases
+    job, parts = rental.plan.job, rental.plan.phase_times
     usual = replace(job, batch=replace(job.batch, length=256, labelled=256))
     steps = TRAINING.rows / (job.batch.rows * 4)
     planned = Rental(rental.price, replace(rental.plan, job=usual), 0.0, 1.0)
@@ -120,7 +120,7 @@ def test_cards_without_published_rates_have_wider_bounds() -> None:
 
 def test_an_interruption_loses_half_of_what_lies_between_checkpoints_and_loading() -> None:
     (rental,) = rentals(replace(TRAINING, techniques=("lora",)), (replace(PRICE, kind=SPOT),), (1,), {})
-    assert rental.interruption_s(15.0) == 7.5 * 60 + rental.phases.loading_s
+    assert rental.interruption_s(15.0) == 7.5 * 60 + rental.plan.phase_times.loading_s
 
 
 @pytest.mark.parametrize(("deadline", "hours"), [("6h", 6.0), ("90m", 1.5), ("2d", 48.0), ("0.5h", 0.5)])
