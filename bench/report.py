@@ -25,7 +25,18 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import STUDY, kept_files, kept_records
 from common.reporting.rows import called, own_table, results_of_this_machine, task_of
-from common.reporting.tables import LEGEND, on_screen, side_by_side
+from common.reporting.tables import side_by_side
+
+LEGEND = """\
+similarity score: a distance between answer and reference, lower is better; judged by the base model
+by MiniLM: the same by a sentence encoder that had no part in the training
+shuffled: the score of the right answers to other questions: a score near it says nothing of the content
+fact recall: share of the facts asked for that stand in the answers
+speed-up: training time of the one-device run (2.1, 2.4) over this run's
+upper bound: the speed-up of the same ranks without gradient synchronization, measured for seconds: a run may exceed it
+memory: on CPU the resident memory of the process, most of it Python and PyTorch
+weights that a step changes: the other updates are too small for the precision, and round away
+More words: docs/glossary.md; details: the folders' readmes."""
 
 
 @refused_in_one_sentence()
@@ -84,7 +95,7 @@ def _results(options: argparse.Namespace) -> str:
     hidden = len(found) - len(shown)
     parts = [f"{hidden} runs that did not complete are hidden: name them, or '*' for all"] if hidden else []
     if in_common:
-        parts += [on_screen(side_by_side(in_common)), LEGEND]
+        parts += [pages.on_screen(side_by_side(in_common)), LEGEND]
     done = {task_of(run) for run in shown if run["status"] == "completed"}
     for name, task in TASKS.items():
         if task.reporting and name in done:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
+
 from bench.tables import (
     chats,
     findings,
@@ -23,8 +25,9 @@ from bench.tables.markdown import WIDEST, as_list, as_markdown, with_footnotes
 from bench.tables.table import Table
 from common.base.paths import REPOSITORY
 from common.records.store import Record
+from common.reporting.layout import fitted
 from common.reporting.rows import NOT_RUN
-from common.reporting.tables import on_screen, side_by_side
+from common.reporting.tables import side_by_side
 
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
@@ -107,3 +110,8 @@ def readmes() -> list[Path]:
     places = ("README.md", "bench/README.md", "docs/*.md", "docs/results/*.md", "[0-9].[0-9]_*/*_readme.md")
     pages = [page for place in places for page in sorted(REPOSITORY.glob(place))]
     return [page for page in pages if MARKED_TABLE.search(page.read_text(encoding="utf-8"))]
+
+
+def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
+    """Return a table of `side_by_side` for a terminal, as `fitted` prints it."""
+    return fitted(["", *table.columns], list(table.reset_index().itertuples(index=False)), width)

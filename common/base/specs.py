@@ -201,20 +201,13 @@ _ZERO = {"splits_rows": True, "sharded_by": DEEPSPEED, "takes_4_bits": False, "p
 PARALLELISMS: dict[str, Parallelism] = _by_name(
     Parallelism("single", "one device", "one device holds it all", in_one_process=True, resumes_on_other_ranks=True),
     Parallelism(
-        "ddp",
-        "DDP",
+        "ddp", "DDP",
         "the model is replicated, and each of {devices} devices takes different examples; only gradients are sent",
-        splits_rows=True,
-        resumes_on_other_ranks=True,
+        splits_rows=True, resumes_on_other_ranks=True,
     ),
     Parallelism(
-        "fsdp",
-        "FSDP",
-        _SHARDED,
-        splits_rows=True,
-        shards=_EVERYTHING,
-        sharded_by=FSDP,
-        resumes_on_other_ranks=True,
+        "fsdp", "FSDP", _SHARDED,
+        splits_rows=True, shards=_EVERYTHING, sharded_by=FSDP, resumes_on_other_ranks=True,
         part="common.training.fsdp:Shards",
     ),
     Parallelism(  # the first two stages would divide next to nothing of an adapter
@@ -227,28 +220,19 @@ PARALLELISMS: dict[str, Parallelism] = _by_name(
     ),
     Parallelism("zero3", "ZeRO-3", _SHARDED, shards=_EVERYTHING, suggested_for=("full", "lora"), **_ZERO),
     Parallelism(
-        "pp",
-        "PP",
+        "pp", "PP",
         "layers are divided among {devices} devices, and the batch into {micro_batches} micro-batches: {idle:.0%} idle",
-        splits_layers=True,
-        pipelines=True,
-        part="common.training.pipeline_parallel:Stage",
+        splits_layers=True, pipelines=True, part="common.training.pipeline_parallel:Stage",
     ),
     Parallelism(
-        "tp",
-        "TP",
+        "tp", "TP",
         "each layer's matrices are divided among {devices} devices, which sum up its results: each works on every row",
-        splits_matrices=True,
-        takes_4_bits=False,
+        splits_matrices=True, takes_4_bits=False, part="common.training.tensor_parallel:Columns",
         suggested_for=(),  # but for classifiers
-        part="common.training.tensor_parallel:Columns",
     ),
     Parallelism(
-        "mp",
-        "MP",
-        "layers are divided among {devices} devices, which work one after the other: {idle:.0%} idle",
-        splits_layers=True,
-        in_one_process=True,
+        "mp", "MP", "layers are divided among {devices} devices, which work one after the other: {idle:.0%} idle",
+        splits_layers=True, in_one_process=True,
     ),
 )  # fmt: skip
 

@@ -68,7 +68,7 @@ def rent_answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if something keeps budget and deadline, else 1."""
     deadline_h = hours_until(options.deadline) if options.deadline else None
     prices, architecture = _prices_of(options), _architecture_of(options)
-    rows = _rows_of_file(options) if options.data else _rows_as_asked(options)
+    rows = _rows_of(options)
     training = _training_of(options, architecture, rows)
     counts = (options.gpus,) if options.gpus else COUNTS
     found = list(rentals(training, prices, counts, calibration_from(kept_records(), training.job.batch.task)))
@@ -160,14 +160,11 @@ def _architecture_of(options: PlannerOptions) -> Architecture:
         raise NotPlannedError(f"{unknown} What to rent needs it: name a --gpu, which is planned by dry runs.") from None
 
 
-def _rows_as_asked(options: PlannerOptions) -> Rows:
-    length = int(options.max_length)
-    said = "as the options say; --data FILE counts and measures yours"
-    return Rows(options.rows_per_epoch, length, length, said, lambda *_: length)
-
-
-def _rows_of_file(options: PlannerOptions) -> Rows:
-    """Return how many training rows the data has, and how long they are as the model's tokenizer, if here, has them."""
+def _rows_of(options: PlannerOptions) -> Rows:
+    """Return how many training rows there are, and how long they are as the model's tokenizer, if here, has them."""
+    if not options.data:
+        length, said = int(options.max_length), "as the options say; --data FILE counts and measures yours"
+        return Rows(options.rows_per_epoch, length, length, said, lambda *_: length)
     if Path(options.data).suffix and "://" not in options.data and not find_here(options.data):
         raise BadInputError(f"--data is {options.data}, but there is no such file: pass the path of one.")
     print(f"reading {options.data} ...", file=sys.stderr, flush=True)
@@ -324,8 +321,8 @@ def _as_json(rental: Rental) -> dict[str, Any]:
         "safe_gib": memory.safe_gib,
         "capacity_gib": plan.highest.gpu.memory_gib,
         "preparing_time_s": rental.preparing_s,
-        "loading_time_s": rental.phases.loading_s,
-        "evaluation_time_s": 2 * rental.phases.answering_s,
+        "loading_time_s": rental.plan.phase_times.loading_s,
+        "evaluation_time_s": 2 * rental.plan.phase_times.answering_s,
         "training_time_s": rental.training_s,
         "saving_time_s": rental.saving_s,
         "likely_hours": rental.hours,

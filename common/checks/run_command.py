@@ -13,32 +13,12 @@ from common.base.run_folders import lora_of, run_folders, workflow_does, workflo
 from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
-from common.models.real_models import SMOLLM2
 from common.planning.architectures import read_architecture
 from common.planning.job import ALL_LINEAR
-from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id
+from common.planning.model_configs import MODEL_CONFIGS, find_config, is_hub_id, read_config
 from common.planning.plans import Plan
 from common.runtime.torchrun import nodes_command
 
-# models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
-HUB_IDS = {
-    "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
-    "bart-large-cnn": "facebook/bart-large-cnn",
-    "gemma-3-1b": "google/gemma-3-1b-it",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "olmo-2-0425-1b": "allenai/OLMo-2-0425-1B-Instruct",
-    "phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
-    "phi-4": "microsoft/phi-4",
-    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "roberta-large": "FacebookAI/roberta-large",
-    SMOLLM2: SMOLLM2,
-    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
-}
 # settings of a run that a dry run tries
 TRIED = ("technique", "parallel", "devices", "nodes", "sp_size", "gpu", "precision", "optim", "attention",
          "gradient_checkpointing", "per_device_train_batch_size", "target_modules")  # fmt: skip
@@ -229,6 +209,5 @@ def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str
     if shape.parent != MODEL_CONFIGS:
         folder = shape.parent.absolute()  # make stands elsewhere, perhaps
         return {"model": str(from_repository(folder))}
-    if shape.stem in HUB_IDS:
-        return {"model": HUB_IDS[shape.stem]}
-    return {"model": shape.stem, "weights": "random"}
+    weights = read_config(shape, model).get("_weights")
+    return {"model": weights} if weights else {"model": shape.stem, "weights": "random"}

@@ -20,7 +20,7 @@ from common.data.batches import longest_batch
 from common.data.rows import Row, Splits, Tokens, answer_of, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.data.templates import prompt_ids
-from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
+from common.hardware.devices import GIB, Gpu, gpu_here
 from common.models.loading import model_without_weights
 from common.models.stages import StageMap, stage_of
 from common.models.trained_weights import layers_called
@@ -44,7 +44,7 @@ from common.planning.job import (
     job_of_run,
 )
 from common.planning.plan_texts import phase_that_is_too_large
-from common.planning.plans import Plan, make_plan, plan_run, with_rows_for
+from common.planning.plans import Plan, gpu_of_run, make_plan, plan_run, with_rows_for
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
 
@@ -76,41 +76,29 @@ def place_stages(
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
         NotPlannedError: the closed form does not know the model, and pp or a balanced map needs it.
     """
-    may_count_modules = run.parallelism.layers_in_turn and run.device_map != "balanced"
+    gpu, may_count_modules = gpu or gpu_of_run(run), run.parallelism.layers_in_turn and run.device_map != "balanced"
+    gpus = (gpu,) * run.stage_count
     if may_count_modules and not is_planned(run):
-        return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
-    architecture, job, gpus = _divided(run, batch, gpu, evaluation)
-    stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
-    divided = with_rows_for(run, _plan_of(run.device_map, architecture, job, gpus, stage_map))
+        stage_map = _map_by_modules(run, gpus)
+        layers = Counter(stage_of(name, stage_map) for name in _layer_names(model_without_weights(run)))
+        return Placement(stage_map, tuple(layers[stage] for stage in range(run.stage_count)))
+    architecture = architecture_of_run(run, batch)
+    job = replace(job_of_run(run, batch, evaluation), parallel=run.parallel, devices=run.stage_count)
+    stage_map = _stage_map(run, architecture, job, gpus)
+    # a balanced map is balanced anew for the largest batch
+    shares = None if run.device_map == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
+    calibration = calibration_from(kept_records(), job.batch.task)
+    divided = with_rows_for(run, make_plan(architecture, job, Cluster(gpus), calibration, shares))
     plan = divided if run.devices > 1 else plan_run(run, batch, gpu, evaluation)
     return Placement(stage_map, tuple(sum(share.layers) for share in divided.shares), plan, divided)
 
 
-def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:
-    stage_map = _map_by_modules(run, device_map, (gpu,) * run.stage_count)
-    layers = Counter(stage_of(name, stage_map) for name in _layer_names(model_without_weights(run)))
-    return Placement(stage_map, tuple(layers[stage] for stage in range(run.stage_count)))
-
-
-def _gpu_of(run: RunConfig) -> Gpu:
-    return cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-
-
-def _divided(
-    run: RunConfig, batch: BatchShape, gpu: Gpu | None, evaluation: EvaluationShape | None = None
-) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
-    gpu = gpu or _gpu_of(run)
-    job = replace(job_of_run(run, batch, evaluation), parallel=run.parallel, devices=run.stage_count)
-    return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
-
-
-def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
-    count = len(gpus)
-    computed = {"balanced": balanced_shares, "even": even_shares}
-    if device_map in computed:
-        return device_map_of(architecture, computed[device_map](architecture, job, gpus), range(count))
-    stage_map = _for_each_module(architecture, _map_by_modules(run, device_map, gpus), count)
-    if device_map == "auto":
+def _stage_map(run: RunConfig, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
+    count, computed = len(gpus), {"balanced": balanced_shares, "even": even_shares}
+    if run.device_map in computed:
+        return device_map_of(architecture, computed[run.device_map](architecture, job, gpus), range(count))
+    stage_map = _for_each_module(architecture, _map_by_modules(run, gpus), count)
+    if run.device_map == "auto":
         for number, share in enumerate(shares_of_map(architecture, stage_map, count)):
             if not any(share.layers):  # as where embeddings are large
                 raise BadInputError(
@@ -145,14 +133,14 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def _map_by_modules(run: RunConfig, device_map: str, gpus: Sequence[Gpu]) -> StageMap:
-    """Return the even map, Accelerate's, or that in the file `device_map`, for any model: without the closed form."""
-    if device_map == "auto":
+def _map_by_modules(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
+    """Return the even map, Accelerate's, or that in the file `run.device_map`, for any model: no closed form needed."""
+    if run.device_map == "auto":
         return auto_map(run, gpus)
     model = model_without_weights(run)
-    if device_map == "even":
+    if run.device_map == "even":
         return _even_map(model, len(gpus))
-    brought = read_device_map(device_map)
+    brought = read_device_map(run.device_map)
     tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
     check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, len(gpus))
     return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
@@ -292,9 +280,3 @@ def check_host(plan: Plan, available_bytes: int) -> None:
             f"--offload cpu would keep {needed_gib:.1f} GiB in the machine's own memory, of which "
             f"{available_bytes / GIB:.1f} GiB are free: pass --offload none and more GPUs, or a smaller --model."
         )
-
-
-def _plan_of(device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
-    # a balanced map is balanced anew for the largest batch
-    shares = None if device_map == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
-    return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

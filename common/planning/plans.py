@@ -354,9 +354,7 @@ def plan_run(
     `evaluation` is what the phases beside training work on; None: rows like those of the batch. Accelerate's own device
     map (`auto`) needs the model: such a run is planned as balanced.
     """
-    if gpu is None:
-        gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    batch = with_tiles(run, batch)
+    gpu, batch = gpu or gpu_of_run(run), with_tiles(run, batch)
     architecture, job = architecture_of_run(run, batch), job_of_run(run, batch, evaluation)
     gpus, shares = (gpu,) * run.devices, None
     if job.parallelism.splits_layers and run.device_map == "even":
@@ -367,6 +365,11 @@ def plan_run(
     link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
     calibration = calibration_from(kept_records(), batch.task)
     return with_rows_for(run, make_plan(architecture, job, Cluster(gpus, run.nodes, link), calibration, shares))
+
+
+def gpu_of_run(run: RunConfig) -> Gpu:
+    """Return the GPU that a run's folder was made for, or the CPU."""
+    return cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
 
 
 def with_rows_for(run: RunConfig, plan: Plan) -> Plan:

@@ -10,7 +10,7 @@ from common.hardware.prices import SPOT, Price
 from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job, Precision, why_not_in_4_bits
-from common.planning.phase_times import DISK_GB_PER_S, FILE_BYTES, PhaseTimes
+from common.planning.phase_times import DISK_GB_PER_S, FILE_BYTES
 from common.planning.plans import Plan, make_plan
 from common.planning.published_rates import slowest
 from common.planning.ranking import planned_techniques, usual_precision
@@ -55,11 +55,6 @@ class Rental:
     factor: float  # as many times as long, at most, by the evidence for this card's speed
 
     @cached_property
-    def phases(self) -> PhaseTimes:
-        """Seconds of loading, and of one evaluation."""
-        return self.plan.phase_times
-
-    @cached_property
     def saving_s(self) -> float:
         """Of writing what was trained."""
         job, architecture = self.plan.job, self.plan.architecture
@@ -74,7 +69,7 @@ class Rental:
     @cached_property
     def run_s(self) -> float:
         """Of loading, answering before and after, training and saving."""
-        return self.phases.loading_s + 2 * self.phases.answering_s + self.training_s + self.saving_s
+        return self.plan.phase_times.loading_s + 2 * self.plan.phase_times.answering_s + self.training_s + self.saving_s
 
     @property
     def hours(self) -> float:
@@ -124,7 +119,7 @@ class Rental:
 
     def interruption_s(self, max_lost_minutes: float) -> float:
         """Return what an interruption costs on average: half of the time between checkpoints, and beginning again."""
-        return min(max_lost_minutes * 60, self.training_s) / 2 + self.preparing_s + self.phases.loading_s
+        return min(max_lost_minutes * 60, self.training_s) / 2 + self.preparing_s + self.plan.phase_times.loading_s
 
 
 def rentals(
@@ -164,25 +159,20 @@ def _fastest(
 ) -> tuple[Plan, float] | None:
     """Return the fastest plan that fits, with its seconds of training; None where none does."""
     count, found = len(cluster.gpus), []
+    of_rank = max(1, training.rows_per_step // count)  # rows of a step
+    evenly = [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
     precision = training.precision or usual_precision(technique, cluster)
     if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
         return None
     job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
     job = job.with_targets_of(training.architecture)
     ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
-    has_4_bit_experts = training.architecture.experts > 0 and job.method.quantizes
-    for checkpointing in (
-        each for each in ways if not (has_4_bit_experts and why_not_in_4_bits(job.parallelism, each))
-    ):
-        for rows in _batches(training.rows_per_step, count):
-            steps = training.rows_per_step // (rows * count)
-            tried = replace(
-                job,
-                gradient_checkpointing=checkpointing,
-                batch=replace(job.batch, rows=rows),
-                accumulation_steps=steps,
-            )
-            gpu = cluster.gpus[0]
+    if training.architecture.experts and job.method.quantizes:
+        ways = tuple(each for each in ways if not why_not_in_4_bits(job.parallelism, each))
+    for checkpointing in ways:
+        for rows in evenly:
+            batch, gpu = replace(job.batch, rows=rows), cluster.gpus[0]
+            tried = replace(job, gradient_checkpointing=checkpointing, batch=batch, accumulation_steps=of_rank // rows)
             memory = memory_with_overhead(training.architecture, tried, whole_model(training.architecture), gpu)
             if memory.safe_gib <= gpu.memory_gib:
                 found.append(_timed(training, tried, cluster, calibration))
@@ -199,12 +189,6 @@ def _timed(training: Training, job: Job, cluster: Cluster, calibration: Calibrat
     usual = replace(job, batch=replace(job.batch, length=length, labelled=min(length, job.batch.labelled)))
     mean = plan if usual == job else make_plan(training.architecture, usual, cluster, calibration)
     return plan, mean.epoch_s(training.rows)
-
-
-def _batches(rows_per_step: int, count: int) -> list[int]:
-    """Return the rows of a rank that make up a step evenly, most first."""
-    of_rank = rows_per_step // count
-    return [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
 
 
 def frontier(found: Iterable[Rental]) -> list[Rental]:

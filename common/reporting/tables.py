@@ -9,19 +9,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.columns import Column, column
-from common.reporting.layout import fitted
 from common.reporting.rows import STRONG, WEAK, Row, beside_one_device
-
-LEGEND = """\
-similarity score: a distance between answer and reference, lower is better; judged by the base model
-by MiniLM: the same by a sentence encoder that had no part in the training
-shuffled: the score of the right answers to other questions: a score near it says nothing of the content
-fact recall: share of the facts asked for that stand in the answers
-speed-up: training time of the one-device run (2.1, 2.4) over this run's
-upper bound: the speed-up of the same ranks without gradient synchronization, measured for seconds: a run may exceed it
-memory: on CPU the resident memory of the process, most of it Python and PyTorch
-weights that a step changes: the other updates are too small for the precision, and round away
-More words: docs/glossary.md; details: the folders' readmes."""
 
 
 def _has_adapters(row: Row) -> bool:
@@ -89,8 +77,3 @@ def _said_of(record: Record, records: list[Record]) -> dict[str, object]:
             said[f"speed-up {words}"] = column("speedup").cell(row)
             said[f"upper bound {words}"] = column("ceiling").cell(row)
     return said
-
-
-def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
-    """Return a table of `side_by_side` for a terminal, as `fitted` prints it."""
-    return fitted(["", *table.columns], list(table.reset_index().itertuples(index=False)), width)

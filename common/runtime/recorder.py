@@ -180,6 +180,7 @@ class RunRecorder:
         return record
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
+        is_pretrained = self.run.weights == "pretrained"
         return {
             "schema_version": store.SCHEMA_VERSION,
             "status": status,
@@ -191,7 +192,8 @@ class RunRecorder:
             "command": command_of(replace(self.run, per_device_eval_batch_size=self.command_rows), self.rank),
             "started_at": self.started_at,
             "config": store.settings_anywhere(self.run),
-            "model_commit": commit_of_model(self.run),
+            # None for folders and random weights
+            "model_commit": cached_commit(self.run.model, self.run.model_revision) if is_pretrained else None,
             "environment": store.environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
@@ -365,11 +367,6 @@ def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object]
         "price_date": price.date,
         "price_source": f"{price.provider}: {price.source}",
     }
-
-
-def commit_of_model(run: RunConfig) -> str | None:
-    """Return the commit of the Hub's model that a run's weights are from; None for folders and random weights."""
-    return cached_commit(run.model, run.model_revision) if run.weights == "pretrained" else None
 
 
 def command_of(run: RunConfig, rank: Rank) -> str:

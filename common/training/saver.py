@@ -300,9 +300,7 @@ class SaveSchedule(TrainerCallback):
         self.saved(0)
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.saved(state.global_step)  # what this run resumes from is saved already
         if any(gather_object([is_asked_to_save()])):
             raise AskedToEndError(

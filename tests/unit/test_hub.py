@@ -33,7 +33,7 @@ from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.models.loading import checked_config, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
-from common.runtime.recorder import commit_of_model
+from common.planning.model_configs import cached_commit
 
 answers = {}
 for name, settings in json.loads(sys.argv[1]).items():
@@ -45,7 +45,7 @@ for name, settings in json.loads(sys.argv[1]).items():
             answers[name] = {
                 "lengths": [tokenizer.model_max_length, shape.max_position_embeddings],
                 "weight": round(model.get_input_embeddings().weight.sum().item(), 3),
-                "commit": commit_of_model(run), "adapter's base": adapter.revision,
+                "commit": cached_commit(run.model, run.model_revision), "adapter's base": adapter.revision,
             }
         else:
             splits = load_splits(run)

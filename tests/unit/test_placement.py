@@ -295,8 +295,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     check_placement_and_memory(run, splits, tokenizer)
     check_inputs(run)
-    for module in ("common.models.placement", "common.planning.plans"):
-        monkeypatch.setattr(f"{module}.cpu_device", lambda: replace(find_gpu("a5000"), memory_gib=0.001))
+    monkeypatch.setattr("common.planning.plans.cpu_device", lambda: replace(find_gpu("a5000"), memory_gib=0.001))
     with pytest.raises(BadInputError, match="cannot fit"):
         check_placement_and_memory(run, splits, tokenizer)
 

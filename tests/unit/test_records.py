@@ -15,6 +15,7 @@ from bench import report
 from bench.page import page
 from bench.page.runs import divided
 from bench.tables import pages
+from bench.tables.pages import on_screen
 from common import compare
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -30,7 +31,7 @@ from common.records.store import (
     records_in,
 )
 from common.reporting.rows import result_files, results_of_this_machine, task_of
-from common.reporting.tables import on_screen, side_by_side
+from common.reporting.tables import side_by_side
 from common.serving.tuned_runs import find_run
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"

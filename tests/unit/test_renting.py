@@ -73,7 +73,7 @@ def test_nothing_on_the_frontier_is_beaten_and_all_of_it_fits(found: list[Rental
 
 def test_a_bill_is_the_whole_run_s_hours_on_all_gpus(found: list[Rental]) -> None:
     rental = next(each for each in found if len(each.plan.cluster.gpus) == 4)
-    job, parts = rental.plan.job, rental.phases
+    job, parts = rental.plan.job, rental.plan.phase_times
     usual = replace(job, batch=replace(job.batch, length=256, labelled=256))
     steps = TRAINING.rows / (job.batch.rows * 4)
     planned = Rental(rental.price, replace(rental.plan, job=usual), 0.0, 1.0)
@@ -149,7 +149,7 @@ def test_cards_whose_speed_is_assumed_have_wider_bounds() -> None:
 
 def test_an_interruption_loses_half_of_what_lies_between_checkpoints_and_loading() -> None:
     (rental,) = rentals(replace(TRAINING, techniques=("lora",)), (replace(PRICE, kind=SPOT),), (1,), {})
-    again_s = rental.preparing_s + rental.phases.loading_s
+    again_s = rental.preparing_s + rental.plan.phase_times.loading_s
     assert rental.training_s < 15 * 60  # no more than the whole training is lost
     assert rental.interruption_s(15.0) == rental.training_s / 2 + again_s
     assert rental.interruption_s(1.0) == 30 + again_s
