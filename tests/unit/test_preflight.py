@@ -30,6 +30,7 @@ from common.data.batches import EpochBatches, longest_batch
 from common.data.rows import tokens_in
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import cpu_device
+from common.hardware.prices import usual_price
 from common.models.loading import load_base_model, load_tokenizer
 from common.models.placement import Placement
 from common.planning.job import BatchShape
@@ -602,7 +603,7 @@ def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch
 def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="ddp", devices=2, max_steps=100)
-    price = preflight.device_of(asked).usd_per_hour
+    price = usual_price(preflight.device_of(asked)).usd_per_hour
     *_, cost = preflight.time_lines(asked, Rows([], [], None, ""), None, 36.0)
     assert cost.startswith(f"cost: projected {2 * price:.2f} USD")
 
