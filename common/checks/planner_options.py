@@ -120,6 +120,9 @@ class PlannerOptions:
                 raise BadInputError(
                     f"{short_option(self, name)} is {begin_of(value, 40)}, but must be above 0 and at most {LARGEST:,}."
                 )
+        for name in () if self.asks_what_to_rent else ("num_train_epochs", "rows_per_step"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise BadInputError(f"{short_option(self, name)} is for what to rent: leave it out, or pass --gpu any.")
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
         if task_of(self).rewards and self.max_length <= self.max_new_tokens:
@@ -137,7 +140,7 @@ class PlannerOptions:
     @property
     def asks_what_to_rent(self) -> bool:
         """Whether the machine is what is asked for."""
-        asked = (self.budget, self.deadline, self.prices, self.data, self.picture)
+        asked = (self.budget, self.deadline, self.prices, self.data, self.picture, self.on_demand)
         return any(asked) or ANY in (self.gpu or [])
 
     @property

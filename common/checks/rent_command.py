@@ -17,7 +17,7 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.base.inert import matplotlib_text
 from common.base.paths import find_here
 from common.base.run_config import RunConfig
-from common.base.specs import TECHNIQUES
+from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks.planner_options import ANY, PlannerOptions, Tokens, evaluation_of, job_of, short_option, task_of
 from common.checks.run_command import run_command
 from common.hardware.devices import find_gpu
@@ -36,6 +36,7 @@ from common.planning.renting import (
     frontier,
     hours_text,
     rentals,
+    worth_naming,
 )
 from common.planning.time_plan import calibration_from
 from common.records.store import kept_records
@@ -60,6 +61,7 @@ class Rows(NamedTuple):
     count: int
     mean_length: int
     longest: int
+    questions: int  # of the test; 0 = as many as a plan assumes
     said: str  # how they were measured
     length_of: Callable[[int, int, int], int]  # as `Training` has it
 
@@ -74,9 +76,10 @@ def rent_answer(options: PlannerOptions) -> int:
     found = list(rentals(training, prices, counts, calibration_from(kept_records(), training.job.batch.task)))
     best = frontier(found)
     choice = chosen(best, options.budget, deadline_h)
+    said, command = _recommendation(options, training, found, best, choice, deadline_h), _command(choice, options)
+    best = worth_naming(best)
     if options.picture and best:
         _draw(best, choice, options.picture)
-    said, command = _recommendation(options, training, found, best, deadline_h), _command(choice, options)
     assumptions = _assumptions(options, rows, best)
     if options.json:
         answer = {
@@ -149,6 +152,13 @@ def _architecture_of(options: PlannerOptions) -> Architecture:
         raise NotPlannedError(f"What to rent is planned for rows of text, on one machine of each kind: {said}.")
     if options.parallel not in (None, *PARALLELS):
         raise NotPlannedError(f"What to rent is planned with {', '.join(PARALLELS)}: leave out --parallel.")
+    if options.gpus and options.gpus > COUNTS[-1]:
+        raise NotPlannedError(
+            f"What to rent is planned for one machine, which has at most {COUNTS[-1]} GPUs: name a --gpu, with "
+            f"--gpus {options.gpus} and --nodes."
+        )
+    if options.gpus and options.parallel and PARALLELISMS[options.parallel].is_single != (options.gpus == 1):
+        raise NotPlannedError(f"--parallel {options.parallel} is not for --gpus {options.gpus}: leave one of them out.")
     if options.gpus and options.rows_per_step % options.gpus:
         raise BadInputError(
             f"--rows-per-step is {options.rows_per_step}, which {options.gpus} GPUs cannot share evenly: pass "
@@ -164,7 +174,7 @@ def _rows_of(options: PlannerOptions) -> Rows:
     """Return how many training rows there are, and how long they are as the model's tokenizer, if here, has them."""
     if not options.data:
         length, said = int(options.max_length), "as the options say; --data FILE counts and measures yours"
-        return Rows(options.rows_per_epoch, length, length, said, lambda *_: length)
+        return Rows(options.rows_per_epoch, length, length, 0, said, lambda *_: length)
     if Path(options.data).suffix and "://" not in options.data and not find_here(options.data):
         raise BadInputError(f"--data is {options.data}, but there is no such file: pass the path of one.")
     print(f"reading {options.data} ...", file=sys.stderr, flush=True)
@@ -175,16 +185,18 @@ def _rows_of(options: PlannerOptions) -> Rows:
     with redirect_stdout(sys.stderr):  # what is said of the rows
         splits = load_splits(run)
         try:
-            lengths = preview(run, splits, load_tokenizer(run)).lengths
-            how = f"by the tokenizer of {options.model}"
+            tokenizer = load_tokenizer(run)
         except BadInputError:  # only its shape is here
             texts = map(texts_of, splits.train)
             lengths = [sum(len(text.encode()) // BYTES_PER_TOKEN + TEMPLATE_TOKENS for text in row) for row in texts]
             how = f"estimated with {BYTES_PER_TOKEN} bytes a token, as the tokenizer of {options.model} is not here"
+        else:
+            lengths = preview(run, splits, tokenizer).lengths
+            how = f"measured by the tokenizer of {options.model}"
     kept = [min(length, options.max_length) for length in lengths]
     if cut := sum(length > options.max_length for length in lengths):
         how += f"; {cut:,} are cut at {options.max_length:,} tokens: --seq-len {max(lengths)} keeps them whole"
-    return Rows(len(kept), max(1, round(statistics.mean(kept))), max(kept), how, _padded(kept))
+    return Rows(len(kept), max(1, round(statistics.mean(kept))), max(kept), len(splits.test), how, _padded(kept))
 
 
 def _padded(lengths: list[int]) -> Callable[[int, int, int], int]:
@@ -203,7 +215,8 @@ def _padded(lengths: list[int]) -> Callable[[int, int, int], int]:
 
 def _training_of(options: PlannerOptions, architecture: Architecture, rows: Rows) -> Training:
     options = replace(options, max_length=rows.longest, gpu=None)
-    job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
+    evaluation = replace(evaluation_of(options, architecture), test_rows=rows.questions)
+    job = replace(job_of(options), evaluation=evaluation)
     return Training(
         architecture,
         replace(job, batch=replace(job.batch, padded=rows.mean_length < rows.longest)),
@@ -241,6 +254,7 @@ def _recommendation(
     training: Training,
     found: Sequence[Rental],
     best: Sequence[Rental],
+    choice: Rental | None,
     deadline_h: float | None,
 ) -> str:
     """Return what to rent, or what would have to change."""
@@ -253,7 +267,7 @@ def _recommendation(
             "allow another --technique (qlora takes least), take a smaller --model, or plan several machines: "
             "--gpu b300 --gpus 16 --nodes 2."
         )
-    if (choice := chosen(best, options.budget, deadline_h)) is None:
+    if choice is None:
         return (
             f"Nothing keeps {limit}. The cheapest: {best[0].said}. The fastest: {best[-1].said}. Take fewer epochs, "
             "shorter rows (--seq-len) or a smaller --model."
@@ -284,10 +298,12 @@ def _assumptions(options: PlannerOptions, rows: Rows, best: Sequence[Rental]) ->
         f"rows {rows.said}; {options.rows_per_step} rows a step, on all GPUs together",
         f"the fastest of {', '.join(PARALLELS)} that is safe to fit, for each of {', '.join(options.techniques)}",
         f"time: {STARTING_S // 60} minutes to start and install, the model at {DOWNLOAD_GB_PER_S} GB/s, loading, "
-        "answers before and after, all epochs with their padding, and saving; not counted are storage and tax",
+        f"answers to {best[0].plan.phase_times.questions if best else 0:,} questions before and after, all epochs with "
+        "their padding, and saving at the end; not counted are validation, checkpoints, storage and tax",
         *dict.fromkeys(f"{each.price.gpu}: {each.price.said}" for each in best),
         *dict.fromkeys(
-            f"{each.price.gpu}: {evidence(find_gpu(each.price.gpu))}; at most {each.factor:.2g} times the likely time"
+            f"{each.price.gpu}: {evidence(find_gpu(each.price.gpu))}; at most {each.factor:.2g} times the likely time, "
+            "as nine in ten"
             for each in best
         ),
     ]
@@ -309,7 +325,7 @@ def _command(choice: Rental | None, options: PlannerOptions) -> str:
 def _as_json(rental: Rental) -> dict[str, Any]:
     plan, memory = rental.plan, rental.plan.highest.phase.memory
     return {
-        **asdict(rental.price),  # which is of one GPU
+        **asdict(rental.price),
         "gpus": len(plan.cluster.gpus),
         "usd_per_hour": rental.usd_per_hour,
         "technique": plan.job.technique,

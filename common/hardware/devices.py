@@ -181,8 +181,8 @@ class Gpu:
     tflops_dense: Mapping[str, float | None] = field(hash=False)
     memory_bandwidth_gb_per_s: float
     pcie_generation: int  # of its 16 lanes to the host
-    source: str  # the vendor's data sheet
-    nvlink_gb_per_s: float | None = None  # both directions together, as vendors print it; None = no NVLink
+    source: str  # the vendor's data sheet, or who quotes it
+    nvlink_gb_per_s: float | None = None  # or AMD's Infinity Fabric: both directions together, as vendors print it
     nvlink_bridge: bool = False  # NVLink joins two cards only, where a bridge is plugged in; clouds mostly have none
     generation: str = ""  # of those that reach a like share of their peak (common/planning/step_speed.py)
     reported_as: tuple[str, ...] = ()  # what the driver calls it, where that differs from `name`

@@ -13,7 +13,7 @@ from common.hardware.devices import Gpu, find_gpu
 PRICES = Path(__file__).with_name("prices.toml")
 ON_DEMAND, SPOT = "on demand", "spot"
 CURRENCY = "USD"
-NEXT_STEP = f"see {PRICES.name} beside common/hardware/prices.py for the form"
+NEXT_STEP = "common/hardware/prices.toml shows the form"
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,16 @@ def _price(row: dict[str, Any], place: str) -> Price:
     ):
         if keys:
             raise BadInputError(f"{place} {what} {', '.join(sorted(keys))}: {NEXT_STEP}.")
-    price = Price(**row | {"gpu": find_gpu(str(row["gpu"])).name, "date": str(row["date"])})
+    try:
+        price = Price(**row | {"gpu": find_gpu(str(row["gpu"])).name, "date": str(row["date"])})
+    except BadInputError as unknown:
+        raise BadInputError(f"{place}: {unknown}") from None
     checks = (
-        ("usd_per_hour", isinstance(price.usd_per_hour, int | float) and 0 < price.usd_per_hour < 1_000, "above 0"),
+        (
+            "usd_per_hour",
+            isinstance(price.usd_per_hour, int | float) and 0 < price.usd_per_hour < 1_000,
+            "a number above 0 and below 1,000",
+        ),
         ("gpus", isinstance(price.gpus, int) and 0 < price.gpus <= 1_024, "a whole number above 0"),
         ("kind", price.kind in (ON_DEMAND, SPOT), f"{ON_DEMAND!r} or {SPOT!r}"),
         ("date", _is_past(price.date), "a day that has been, as 2026-11-30"),

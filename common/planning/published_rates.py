@@ -79,7 +79,11 @@ def published_step_s(architecture: Architecture, job: Job, cluster: Cluster, sha
 
 
 def evidence(gpu: Gpu) -> str:
-    """Return which published rates the speed of a GPU rests on, in words."""
+    """Return which published rates the speed of a GPU rests on, in words, and whether its memory is known."""
+    return _evidence_of_speed(gpu) + "; its memory is estimated: no log of it is public" * gpu.memory_is_estimated
+
+
+def _evidence_of_speed(gpu: Gpu) -> str:
     if own := sum(rate["gpu"] == gpu.name for rate in published_rates()):
         return f"{own} published rates are of it"
     generation = generation_of(gpu)

@@ -200,7 +200,7 @@ def frontier(found: Iterable[Rental]) -> list[Rental]:
     while True:
         best: list[Rental] = []
         for rental in sorted(left, key=lambda each: (each.most_usd, each.most_hours)):
-            if not best or rental.most_hours < WORTH_IT * best[-1].most_hours:
+            if not best or rental.most_hours < best[-1].most_hours:
                 best.append(rental)
         if not (new := {id(each.plan): each.plan for each in best if id(each.plan) not in whole}):
             return best
@@ -211,6 +211,15 @@ def frontier(found: Iterable[Rental]) -> list[Rental]:
             for each in left
             if id(each.plan) not in planned or planned[id(each.plan)].fits
         ]
+
+
+def worth_naming(best: Iterable[Rental]) -> list[Rental]:
+    """Return those of a frontier that are sooner than all cheaper ones by 5 % at least."""
+    named: list[Rental] = []
+    for rental in best:
+        if not named or rental.most_hours < WORTH_IT * named[-1].most_hours:
+            named.append(rental)
+    return named
 
 
 def chosen(found: Sequence[Rental], budget_usd: float | None = None, deadline_h: float | None = None) -> Rental | None:

@@ -93,11 +93,17 @@ class UpdateReport(TrainerCallback):
 
     @override
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **at: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **_: object,
     ) -> None:
         # warm-up begins at a rate of 0, with which nothing is updated
-        if (state.global_step + 1) % state.logging_steps == 0 and at["optimizer"].param_groups[0]["lr"] > 0:
-            self.before = [sample.clone() for sample in _samples(at["model"])]
+        if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
+            self.before = [sample.clone() for sample in _samples(model)]
 
     @override
     def on_optimizer_step(
@@ -132,7 +138,9 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")

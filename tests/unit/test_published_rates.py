@@ -15,7 +15,7 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Kernels
 from common.planning.model_configs import MODEL_CONFIGS
 from common.planning.plans import make_plan
-from common.planning.published_rates import best_published, evidence, published_planned, published_rates
+from common.planning.published_rates import SLOWER, best_published, evidence, published_planned, published_rates
 from common.planning.shares import whole_model
 from common.planning.step_speed import GENERATIONS, UNKNOWN, computing_time, generation_of, step_bytes
 from common.planning.time_plan import Cluster, speed_of, step_time
@@ -137,6 +137,11 @@ def test_the_best_published_run_of_its_kind_gives_the_second_figure() -> None:
     same = make_plan(run.architecture, run.jobs[0], run.cluster, {})
     assert (best["source"], run.architecture.name) == ("surogate", "qwen3-32b")
     assert same.tokens_per_s_best == pytest.approx(best["tokens_per_s"], rel=0.01)  # the very run
+
+
+def test_nine_in_ten_published_rates_are_no_slower_than_at_most() -> None:
+    times = sorted(1 / rate["ratio"] for rate in published_rates())  # as long as planned
+    assert times[int(0.9 * len(times))] <= SLOWER
 
 
 def test_where_nothing_is_published_there_is_no_second_figure_and_it_is_said() -> None:
