@@ -244,7 +244,7 @@ def errors_by_source() -> list[dict[str, Any]]:
         {
             "source": source["title"],
             "figure": kind.replace("nvidia_smi", "`nvidia-smi`"),
-            "use": "held out" if source["held_out"] else "calibration",
+            "use": "held out" if source["held_out"] else "calibration" if name == CALIBRATION else "nothing fitted",
             **errors_of(points_of(name), (kind,)),
         }
         for name, source in sources().items()

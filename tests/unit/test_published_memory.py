@@ -107,6 +107,17 @@ def test_a_loop_that_holds_its_output_has_the_logits_until_the_layers_are_back_p
     assert held[Moment.LOSS] == 0  # its bytes per logit have them
 
 
+def test_a_mixture_s_peaks_are_within_the_bars_and_none_that_ran_out_is_said_to_fit() -> None:
+    found = points_of("ibm-mixtures")
+    assert all(point.architecture.experts == 8 for point in found)
+    for kind in ("allocated", "nvidia_smi"):
+        errors = errors_of(found, [kind])
+        assert errors["figures"] == 4
+        assert errors["worst"] <= 0.08
+    verdicts = verdicts_on(found)
+    assert (verdicts["ran_out"], verdicts["said_to_fit"]) == (12, 0)
+
+
 def test_layers_of_a_base_that_peft_prepared_have_fp32_queries_without_autocast_alone() -> None:
     point = next(each for each in points_of("fitcheck") if each.job.method.quantizes and each.job.attention == "eager")
     sums = {}
