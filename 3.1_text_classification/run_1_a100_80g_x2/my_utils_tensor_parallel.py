@@ -9,7 +9,6 @@ rank, which is why dropout must draw the same masks everywhere: seed all ranks a
 from collections.abc import Iterator
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -61,7 +60,7 @@ def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, type[
     An adapter is divided where its matrix is: lora_B by outputs, or lora_A by inputs. The other one is whole, and so is
     what it gets and gives: its gradient is complete on every rank.
     """
-    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = model.get_base_model() if hasattr(model, "peft_config") else model  # with adapters
     for layer in whole.base_model.encoder.layer:
         plan = {}
         for name, style in PLAN.items():

@@ -256,7 +256,7 @@ def _of_mixture(architecture: Architecture, options: PlannerOptions) -> list[str
     said = [
         f"a mixture: all {architecture.experts} experts of each layer are held, and {architecture.chosen} work on a "
         f"token ({at_work / 1e9:.3g}B parameters); adapters are on attention alone; under autocast experts compute in "
-        "fp32; its times are less certain: Mixtral's rates with Transformers' older kernels were 0.71 to 0.86 of these"
+        "fp32; its times are less certain: Mixtral's rates with Transformers' older kernels were 0.68 to 0.81 of these"
     ]
     parallels = options.parallel and (options.parallel,)
     planned = planned_techniques(architecture, options.techniques, parallels, options.gradient_checkpointing)

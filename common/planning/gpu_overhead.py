@@ -90,15 +90,9 @@ def with_overhead(job: Job, gpu: Gpu, memory: DeviceMemory, spread_share: float 
 
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
-    """Return the memory of one device in training, the GPU's own needs included; searches ask often for the same."""
-    return memory_of_step(architecture, replace(job, evaluation=None), share, gpu)
+    """Return the memory of one device in training, the GPU's own needs included."""
+    return with_overhead(job, gpu, memory_of_step(architecture, replace(job, evaluation=None), share))
 
 
-@lru_cache(maxsize=10_000)
-def memory_of_step(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
-    """Return the same of a job without an evaluation; it is kept."""
-    return with_overhead(job, gpu, _without_overhead(architecture, job, share))
-
-
-# of every card the same, which the question what to rent asks of all
-_without_overhead = lru_cache(maxsize=10_000)(device_memory)
+# searches ask often for the same, and what to rent of all GPUs
+memory_of_step = lru_cache(maxsize=10_000)(device_memory)
