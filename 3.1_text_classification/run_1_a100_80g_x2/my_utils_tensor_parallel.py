@@ -9,7 +9,6 @@ rank, which is why dropout must draw the same masks everywhere: seed all ranks a
 from collections.abc import Iterator
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -65,7 +64,7 @@ def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, type[
         plan = {}
         for name, style in PLAN.items():
             module = layer.get_submodule(name)
-            if isinstance(module, LoraLayer):
+            if hasattr(module, "lora_A"):
                 divided = "lora_B" if style is ColwiseParallel else "lora_A"
                 plan |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(module, divided)}
                 name = f"{name}.base_layer"
@@ -100,7 +99,7 @@ def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
     styles = {"attention.self": PrepareModuleInput(**whole)}
     for name in PLAN:
         module = layer.get_submodule(name)
-        if name.startswith("attention.self.") and isinstance(module, LoraLayer):
+        if name.startswith("attention.self.") and hasattr(module, "lora_A"):
             for adapter in module.lora_dropout:
                 styles[f"{name}.lora_dropout.{adapter}"] = PrepareModuleInput(**whole, use_local_output=True)
     return styles
