@@ -77,7 +77,7 @@ def rent_answer(options: PlannerOptions) -> int:
     best = frontier(found)
     choice = chosen(best, options.budget, deadline_h)
     said, command = _recommendation(options, training, found, best, choice, deadline_h), _command(choice, options)
-    best = worth_naming(best)
+    best = worth_naming(best, choice)
     if options.picture and best:
         _draw(best, choice, options.picture)
     assumptions = _assumptions(options, rows, best)

@@ -213,11 +213,11 @@ def frontier(found: Iterable[Rental]) -> list[Rental]:
         ]
 
 
-def worth_naming(best: Iterable[Rental]) -> list[Rental]:
-    """Return those of a frontier that are sooner than all cheaper ones by 5 % at least."""
+def worth_naming(best: Iterable[Rental], choice: Rental | None = None) -> list[Rental]:
+    """Return those of a frontier that are sooner than all cheaper ones by 5 % at least, and the one that is chosen."""
     named: list[Rental] = []
     for rental in best:
-        if not named or rental.most_hours < WORTH_IT * named[-1].most_hours:
+        if rental is choice or not named or rental.most_hours < WORTH_IT * named[-1].most_hours:
             named.append(rental)
     return named
 

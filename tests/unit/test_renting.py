@@ -140,6 +140,18 @@ def test_choices_keep_their_limits_even_at_most(found: list[Rental]) -> None:
     assert chosen(best, best[0].most_usd, best[-1].most_hours) is None
 
 
+def test_what_is_chosen_is_named_though_it_is_hardly_sooner() -> None:
+    (cheap,) = rentals(replace(TRAINING, techniques=("lora",)), (PRICE,), (1,), {})
+    hardly_sooner = replace(cheap, training_s=0.97 * cheap.training_s, price=replace(PRICE, usd_per_hour=0.6))
+    best = frontier((cheap, hardly_sooner))
+    assert len(best) == 2
+    assert worth_naming(best) == [cheap]
+    deadline_h = (cheap.most_hours + hardly_sooner.most_hours) / 2
+    choice = chosen(best, deadline_h=deadline_h)
+    assert choice.price.usd_per_hour == 0.6
+    assert choice in worth_naming(best, choice)
+
+
 def test_cards_whose_speed_is_assumed_have_wider_bounds() -> None:
     factors = {gpu.name: (not generation_of(gpu).assumed, slowest(gpu, SMOLLM)) for gpu in CATALOGUE}
     assert max(factor for is_known, factor in factors.values() if is_known) < min(
