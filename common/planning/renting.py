@@ -142,8 +142,7 @@ def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) ->
     """Yield each technique's fastest plan on so many GPUs, with its seconds of training."""
     cluster = Cluster((gpu,) * count)
     parallels = [training.parallel] if training.parallel else None
-    asked = training.architecture, training.techniques, parallels, training.checkpointing
-    for technique in planned_techniques(*asked):
+    for technique in planned_techniques(training.architecture, training.techniques, parallels, training.checkpointing):
         found = [
             way
             for parallel in PARALLELS
@@ -159,7 +158,7 @@ def _fastest(
 ) -> tuple[Plan, float] | None:
     """Return the fastest plan that fits, with its seconds of training; None where none does."""
     count, found = len(cluster.gpus), []
-    of_rank = max(1, training.rows_per_step // count)  # rows of a step
+    of_rank = training.rows_per_step // count  # rows of a step
     evenly = [rows for rows in range(of_rank, 0, -1) if of_rank % rows == 0]
     precision = training.precision or usual_precision(technique, cluster)
     if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
