@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from bench.compare import main as compare
 from bench.page.page import page_and_details
 from common.base.command_line import FAULT
 from common.base.errors import BadInputError, RunStoppedError, shortened
@@ -37,7 +38,6 @@ from common.chat import main as chat
 from common.checks.inputs import check_inputs
 from common.checks.planner_command import main as planner
 from common.checks.preview import main as preview
-from common.compare import main as compare
 from common.export import main as export
 from common.models.loading import ASSETS, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora

@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 import pytest
 
 from bench import report
+from bench.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.layout import fitted
 from common.reporting.plots import plot_curves

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common import compare
+from bench import compare
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_results_folder

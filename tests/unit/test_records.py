@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from bench import report
+from bench import compare, report
+from bench.compare import found_runs, json_of, text_of
 from bench.page import page
 from bench.page.runs import divided
 from bench.tables import pages
 from bench.tables.pages import on_screen
-from common import compare
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.compare import found_runs, json_of, text_of
 from common.records import store
 from common.records.schema import wrong_in
 from common.records.store import (

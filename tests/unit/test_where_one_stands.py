@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.compare import found_runs
 from bench.repeat import records_below
 from common import launch
 from common.base import paths
@@ -21,7 +22,6 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks import dry_run, preview
 from common.checks.run_command import run_command
-from common.compare import found_runs
 from common.data.row_checks import say_once
 from common.planning.job import BatchShape
 from common.planning.plans import plan_run
