@@ -254,7 +254,7 @@ def main() -> None:
     if options.picture and os.path.lexists(options.picture):
         raise BadInputError(f"--picture is {options.picture}, which exists already: name a new file.")
     picture = options.picture or default_picture(*next(iter(found.items())))
-    from common.reporting.plots import plot_curves  # here: a wrong name is refused before matplotlib loads
+    from bench.curves import plot_curves  # here: a wrong name is refused before matplotlib loads
 
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench.compare import json_of, labels_of, parts_of, text_of
+from bench.curves import plot_curves
 from bench.page.runs import values_of
 from bench.tables.pages import TABLES
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.records.store import Record
-from common.reporting.plots import plot_curves
 from common.reporting.rows import STRONG, baseline_of, task_of
 from common.reporting.tables import side_by_side
 from common.reporting.tasks import PICTURES, SUMMARIZATION

@@ -10,11 +10,11 @@ import pytest
 
 from bench import report
 from bench.compare import found_runs, labels_of, main, parts_of, text_of, warning_of
+from bench.curves import plot_curves
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.layout import fitted
-from common.reporting.plots import plot_curves
 from common.reporting.rows import called
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
