@@ -26,8 +26,8 @@ from bench.tables.table import (
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
+from common.hardware.devices import hours_text
 from common.hardware.prices import SPOT
-from common.planning.renting import hours_text
 from common.records.store import Record
 from common.reporting.columns import Column
 from common.reporting.rows import (

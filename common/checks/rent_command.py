@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +19,8 @@ from common.base.paths import find_here
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks.planner_options import ANY, PlannerOptions, Tokens, evaluation_of, job_of, short_option, task_of
-from common.checks.run_command import run_command
-from common.hardware.devices import find_gpu
+from common.checks.run_command import first_command, run_command
+from common.hardware.devices import find_gpu, hours_text
 from common.hardware.prices import PRICES, SPOT, Price, read_prices
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.plan_texts import outlined
@@ -34,7 +34,6 @@ from common.planning.renting import (
     Training,
     chosen,
     frontier,
-    hours_text,
     rentals,
     worth_naming,
 )
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 4  # of English text (platform.openai.com/tokenizer), where the model's own tokenizer is not here
 TEMPLATE_TOKENS = 8  # that a chat template writes around a message: ChatML's five, and some
 HOURS_OF = {"m": 1 / 60, "h": 1.0, "d": 24.0}
-
-
 MOST_DRAWN = 10_000  # rows whose batches are drawn, to see how much is padded
 # options that describe one machine, or rows without words
 NOT_TO_RENT = ("classes", "tiles", "max_target_length", "nodes", "link", "usd_per_hour", "gpu_memory_gib", "explain",
@@ -260,6 +257,7 @@ def _recommendation(
     """Return what to rent, or what would have to change."""
     limits = (f"{options.budget:,.2f} USD" if options.budget else "", hours_text(deadline_h) if deadline_h else "")
     limit = " and ".join(filter(None, limits))
+    keeping = partial(chosen, budget_usd=options.budget, deadline_h=deadline_h)
     if not best:
         return (
             f"Nothing fits of what is sold{f' with {options.gpus} GPUs' if options.gpus else ''}: not even one row of "
@@ -282,13 +280,11 @@ def _recommendation(
         lost_min = choice.interruption_s(RunConfig.max_lost_minutes) / 60
         said += f" Each interruption of spot loses about {lost_min:.0f} minutes: half of the "
         said += f"{RunConfig.max_lost_minutes:g} between checkpoints, and beginning again."
-        steady = frontier(each for each in found if not each.is_spot)
-        if instead := chosen(steady, options.budget, deadline_h):
+        if instead := keeping(frontier(each for each in found if not each.is_spot)):
             said += f" On demand: {instead.said}."
     names = list(TECHNIQUES)
     for better in names[: names.index(choice.plan.job.technique)]:  # which dollars and time do not see
-        own = frontier(each for each in found if each.plan.job.technique == better)
-        if instead := chosen(own, options.budget, deadline_h):
+        if instead := keeping(frontier(each for each in found if each.plan.job.technique == better)):
             said += f" In better quality (docs/planner.md#quality): {instead.said}."
     return said
 
@@ -316,10 +312,8 @@ def _command(choice: Rental | None, options: PlannerOptions) -> str:
     others: dict[str, Any] = {"num_train_epochs": options.num_train_epochs, "learning_rate_scaling": "none"}
     if options.data:  # which may have longer rows than those that were measured, or estimated
         others |= {"data": options.data, "max_length": options.max_length}
-    try:
-        return run_command(choice.plan, options.model, options.model_revision, **others)
-    except BadInputError as refused:
-        return f"no run folder takes this plan: {refused}"
+    command_of = partial(run_command, model=options.model, model_revision=options.model_revision, **others)
+    return first_command([choice.plan], command_of)
 
 
 def _as_json(rental: Rental) -> dict[str, Any]:
@@ -328,9 +322,7 @@ def _as_json(rental: Rental) -> dict[str, Any]:
         **asdict(rental.price),
         "gpus": len(plan.cluster.gpus),
         "usd_per_hour": rental.usd_per_hour,
-        "technique": plan.job.technique,
-        "parallel": plan.job.parallel,
-        "gradient_checkpointing": plan.job.gradient_checkpointing,
+        **{name: getattr(plan.job, name) for name in ("technique", "parallel", "gradient_checkpointing")},
         "batch_size": plan.job.batch.rows,
         "gradient_accumulation_steps": plan.job.accumulation_steps,
         "peak_gib": memory.peak_gib,

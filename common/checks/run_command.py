@@ -36,11 +36,11 @@ def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[
         f"Recommended: {best.name}, {best.job.precision}: {memory.peak_gib:.1f} (safe: {memory.safe_gib:.1f}) of "
         f"{gpu.memory_gib:.1f} GiB, {host}{best.tokens_per_s:,.0f} tokens per s, "
         f"{best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} per epoch of {rows_per_epoch:,} rows.",
-        f"Run: {_first_command(plans, command_of)}",
+        f"Run: {first_command(plans, command_of)}",
     )
 
 
-def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> str:
+def first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> str:
     """Return the first plan's command, or why it has none, and the next plan's that has one."""
     try:
         return command_of(plans[0])

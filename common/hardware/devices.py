@@ -40,6 +40,12 @@ def time_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(seconds * 1e3))} ms"
 
 
+def hours_text(*hours: float) -> str:
+    """Return hours for a reader, such as `2.8 h`, `20 to 25 min` or `71 s`."""
+    unit, times, digits = ("h", 1, 1) if hours[-1] >= 2 else ("min", 60, 0) if hours[-1] >= 1 / 40 else ("s", 3600, 0)
+    return f"{' to '.join(f'{each * times:.{digits}f}' for each in hours)} {unit}"
+
+
 def device_name(kind: str, local_rank: int) -> str:
     """Return the device that a rank works on, as torch spells it: `cpu`, or `cuda:1` for local rank 1."""
     return "cpu" if kind == "cpu" else f"{kind}:{local_rank}"

@@ -53,23 +53,17 @@ def _price(row: dict[str, Any], place: str) -> Price:
     currency = row.pop("currency", CURRENCY)
     if currency != CURRENCY:
         raise BadInputError(f"{place} is in {begin_of(currency, 20)}: convert it, as bills are in {CURRENCY}.")
-    needed = {"provider", "gpu", "usd_per_hour", "date", "source"}
-    for what, keys in (
-        ("lacks", needed - row.keys()),
-        ("has the unknown", row.keys() - {f.name for f in fields(Price)}),
-    ):
+    needed, known = {"provider", "gpu", "usd_per_hour", "date", "source"}, {each.name for each in fields(Price)}
+    for what, keys in (("lacks", needed - row.keys()), ("has the unknown", row.keys() - known)):
         if keys:
             raise BadInputError(f"{place} {what} {', '.join(sorted(keys))}: {NEXT_STEP}.")
     try:
         price = Price(**row | {"gpu": find_gpu(str(row["gpu"])).name, "date": str(row["date"])})
     except BadInputError as unknown:
         raise BadInputError(f"{place}: {unknown}") from None
+    usd = price.usd_per_hour
     checks = (
-        (
-            "usd_per_hour",
-            isinstance(price.usd_per_hour, int | float) and 0 < price.usd_per_hour < 1_000,
-            "a number above 0 and below 1,000",
-        ),
+        ("usd_per_hour", isinstance(usd, int | float) and 0 < usd < 1_000, "a number above 0 and below 1,000"),
         ("gpus", isinstance(price.gpus, int) and 0 < price.gpus <= 1_024, "a whole number above 0"),
         ("kind", price.kind in (ON_DEMAND, SPOT), f"{ON_DEMAND!r} or {SPOT!r}"),
         ("date", _is_past(price.date), "a day that has been, as 2026-11-30"),

@@ -6,7 +6,7 @@ and all keys and values so far. Where ranks hold a model in stages, these follow
 
 from dataclasses import dataclass, replace
 
-from common.hardware.devices import CPU_DEVICE, Gpu
+from common.hardware.devices import CPU_DEVICE, Gpu, hours_text
 from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_BYTES, EvaluationShape, Job
 from common.planning.shares import stages_of, whole_model
@@ -31,10 +31,9 @@ class PhaseTimes:
     @property
     def said(self) -> str:
         """What the baseline costs, and how to do without it, as a sentence."""
-        return (
-            f"loading takes about {_minutes(self.loading_s)}, and a baseline evaluation of {self.questions} questions "
-            f"about {_minutes(self.answering_s)}; --baseline none leaves it out"
-        )
+        loading, answering = (hours_text(seconds / 3600) for seconds in (self.loading_s, self.answering_s))
+        answered = f"a baseline evaluation of {self.questions} questions about {answering}"
+        return f"loading takes about {loading}, and {answered}; --baseline none leaves it out"
 
 
 def generating_time(architecture: Architecture, job: Job, gpu: Gpu) -> float:
@@ -90,7 +89,3 @@ def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: 
     read_s = (weights + keys) / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
     launches_s = architecture.layers * KERNEL_SETS[job.kernels].kernels * LAUNCH_S
     return max(read_s, launches_s) + HAND_OVER_S * (stages if stages > 1 else 0)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 
 from tabulate import tabulate
 
-from common.hardware.devices import Gpu, time_text
+from common.hardware.devices import Gpu, hours_text, time_text
 from common.planning.architectures import StackKind, exchanged_keys
 from common.planning.between_steps import hidden_bytes
 from common.planning.phases import TRAINING, Phase
@@ -135,9 +135,7 @@ def outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], texts: Co
 
 
 def _seconds(seconds: float) -> str:
-    if seconds < 120:
-        return time_text(seconds)
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return time_text(seconds) if seconds < 120 else hours_text(seconds / 3600)
 
 
 def explanation(plan: Plan) -> str:

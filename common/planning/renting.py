@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import product
 
 from common.base.specs import PARALLELISMS
-from common.hardware.devices import Gpu, find_gpu
+from common.hardware.devices import Gpu, find_gpu, hours_text
 from common.hardware.prices import SPOT, Price
 from common.planning.architectures import Architecture
 from common.planning.gpu_overhead import memory_with_overhead
@@ -37,12 +38,6 @@ class Training:
     precision: Precision | None = None  # None: each technique's usual one, as the GPU has it
     checkpointing: bool | None = None  # None: where it is faster, or needed
     parallel: str | None = None
-
-
-def hours_text(*hours: float) -> str:
-    """Return hours for a reader, such as `2.8 h` or `20 to 25 min`."""
-    unit, times, digits = ("h", 1, 1) if hours[-1] >= 2 else ("min", 60, 0)
-    return f"{' to '.join(f'{each * times:.{digits}f}' for each in hours)} {unit}"
 
 
 @dataclass(frozen=True)
@@ -126,16 +121,12 @@ def rentals(
     training: Training, prices: Iterable[Price], counts: Sequence[int], calibration: Calibration
 ) -> Iterator[Rental]:
     """Yield each technique's fastest way on each priced machine with so many GPUs, where training fits."""
-    ways: dict[tuple[str, int], list[tuple[Plan, float]]] = {}
-    for price in prices:
-        for count in counts:
-            is_sold = count % price.gpus == 0 and (not price.machine or count == price.gpus)
-            if not is_sold or training.rows_per_step % count:
-                continue
-            if (price.gpu, count) not in ways:
-                ways[price.gpu, count] = list(_ways(training, find_gpu(price.gpu), count, calibration))
+    ways = cache(lambda gpu, count: list(_ways(training, find_gpu(gpu), count, calibration)))
+    for price, count in product(prices, counts):
+        is_sold = count % price.gpus == 0 and (not price.machine or count == price.gpus)
+        if is_sold and training.rows_per_step % count == 0:
             factor = slowest(find_gpu(price.gpu), training.architecture)
-            yield from (Rental(price, plan, seconds, factor) for plan, seconds in ways[price.gpu, count])
+            yield from (Rental(price, plan, seconds, factor) for plan, seconds in ways(price.gpu, count))
 
 
 def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) -> Iterator[tuple[Plan, float]]:
@@ -143,14 +134,10 @@ def _ways(training: Training, gpu: Gpu, count: int, calibration: Calibration) ->
     cluster = Cluster((gpu,) * count)
     parallels = [training.parallel] if training.parallel else None
     for technique in planned_techniques(training.architecture, training.techniques, parallels, training.checkpointing):
-        found = [
-            way
-            for parallel in PARALLELS
-            if training.parallel in (None, parallel) and PARALLELISMS[parallel].is_single == (count == 1)
-            if (way := _fastest(training, technique, parallel, cluster, calibration))
-        ]
-        if found:
-            yield min(found, key=lambda way: way[1])
+        asked = [each for each in parallels or PARALLELS if PARALLELISMS[each].is_single == (count == 1)]
+        found = filter(None, (_fastest(training, technique, each, cluster, calibration) for each in asked))
+        if fastest := min(found, key=lambda way: way[1], default=None):
+            yield fastest
 
 
 def _fastest(

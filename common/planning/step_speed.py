@@ -115,6 +115,7 @@ class StepFlops:
     weight_gradients: float
     recomputed: float  # of forward passes that come again: of checkpointed layers, of a head, or with the reference
     attention: float  # of the others together, those of attention's scores
+    experts: float = 0.0  # the same of a mixture's experts
 
     @property
     def total(self) -> float:
@@ -151,7 +152,8 @@ def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
 
 def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     batch, queries = job.own_batch, architecture.query_size
-    layers, attention, adapters, trained, tiled = 0.0, 0.0, 0.0, 0.0, 0.0
+    layers, attention, adapters, trained, tiled, experts = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    passes = _forward_passes(job)
     for stack, count in share.stacks_of(architecture):
         for linear in stack.linears:
             twice_tokens = count * 2 * batch.tokens_into(linear, stack)
@@ -159,6 +161,8 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
             trained += twice_tokens * linear.weights_at_work * job.trains(linear)
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
             tiled += twice_tokens * linear.weights_at_work * job.tiles(linear)
+            if linear.experts > 1:
+                experts += twice_tokens * linear.weights_at_work * (passes + 1 + job.trains(linear))
         for number, (asking, asked) in enumerate(job.batch.attentions_in(stack)):
             is_causal = stack.kind != StackKind.ENCODER and number == 0  # cross attention reads the whole text
             scores = job.batch.sequences * asking * asked / job.sp_size  # of whole rows, for a part of the heads
@@ -177,20 +181,8 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
         layers + 2 * attention + adapters + head,
         trained,
         recomputed,
-        attention * (_forward_passes(job) + BACKWARD_PASSES),
-    )
-
-
-def _flops_of_experts(architecture: Architecture, job: Job, share: Share) -> float:
-    return sum(
-        layers
-        * 2
-        * job.own_batch.tokens_in(stack)
-        * linear.weights_at_work
-        * (_forward_passes(job) + 1 + job.trains(linear))
-        for stack, layers in share.stacks_of(architecture)
-        for linear in stack.linears
-        if linear.experts > 1
+        attention * (passes + BACKWARD_PASSES),
+        experts,
     )
 
 
@@ -292,7 +284,7 @@ def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu
     weighed = flops.total - flops.attention + flops.attention / ATTENTION_REACHED
     if job.autocasts and architecture.experts:  # the grouped product of experts stays in fp32
         slower = per_s / products_per_s(gpu, replace(job, precision="fp32"))
-        weighed += (slower - 1) * _flops_of_experts(architecture, job, share)
+        weighed += (slower - 1) * flops.experts
     bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED
     passes = _forward_passes(job) + BACKWARD_PASSES
     layer_passes = sum(share.layers) * passes * job.micro_batches
