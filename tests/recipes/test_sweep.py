@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import sweep as sweeping
-from bench.sweep import PICTURE, STATE, WEIGHTS, Sweep, Trial, groups_of_gpus, main, sweep_of
+from common import sweep as sweeping
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import folder_named
 from common.checks.folder_runs import run_of_folder
 from common.records.store import REAL, RECORD_NAME, load_record
+from common.sweep import PICTURE, STATE, WEIGHTS, Sweep, Trial, groups_of_gpus, main, sweep_of
 from tests.forked import run_forked
 
 PYTHON = sys.executable
