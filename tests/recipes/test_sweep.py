@@ -4,19 +4,20 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from common import sweep as sweeping
+from bench import sweep as sweeping
+from bench.sweep import PICTURE, STATE, WEIGHTS, Sweep, Trial, groups_of_gpus, main, sweep_of
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import folder_named
 from common.checks.folder_runs import run_of_folder
 from common.records.store import REAL, RECORD_NAME, load_record
-from common.sweep import PICTURE, STATE, WEIGHTS, Sweep, Trial, groups_of_gpus, main, sweep_of
 from tests.forked import run_forked
 
 PYTHON = sys.executable
@@ -210,3 +211,10 @@ def test_runs_beside_each_other_share_the_gpus_that_the_sweep_sees(monkeypatch: 
     assert groups_of_gpus(run, 2) == ["3,5", "6,7"]
     with pytest.raises(BadInputError, match="--at_once 2"):
         groups_of_gpus(run, 3)
+
+
+def test_a_sweep_leaves_the_hub_to_its_runs() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    asked = [PYTHON, "-c", "import os, common.sweep; print(os.environ.get('HF_HUB_OFFLINE'))"]
+    done = subprocess.run(asked, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
