@@ -25,7 +25,6 @@ SIMILAR_SIZE = 4  # times as many parameters, or as few
 MIXTURES_SLOWER = 1.5  # of four LoRA runs of Mixtral (fms-acceleration), one expert after another, the slowest had 0.68
 SLOWER = 1.4  # times as long as planned: nine in ten published rates are no slower (docs/planner.md)
 
-
 Rate = dict[str, Any]
 
 

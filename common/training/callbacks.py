@@ -92,25 +92,15 @@ class UpdateReport(TrainerCallback):
         self.before: list[torch.Tensor] = []
 
     @override
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **_: object,
-    ) -> None:
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, *_: object, **at: Any) -> None:
         # warm-up begins at a rate of 0, with which nothing is updated
-        if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
-            self.before = [sample.clone() for sample in _samples(model)]
+        if (state.global_step + 1) % state.logging_steps == 0 and at["optimizer"].param_groups[0]["lr"] > 0:
+            self.before = [sample.clone() for sample in _samples(at["model"])]
 
     @override
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
-    ) -> None:
+    def on_optimizer_step(self, args: object, state: TrainerState, *_: object, **at: Any) -> None:
         if self.before:
-            pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
+            pairs, device = zip(self.before, _samples(at["model"]), strict=True), self.before[0].device
             changed = torch.stack([(after != before).sum().to(device, non_blocking=True) for before, after in pairs])
             looked_at = sum(before.numel() for before in self.before)
             self.changed_by_step.append((state.global_step + 1, changed.sum(), looked_at))
@@ -138,9 +128,7 @@ class ProgressReport(TrainerCallback):
         self.training_loss = float("nan")
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
         self.start_s, self.first_step = time.perf_counter(), state.global_step
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
@@ -151,9 +139,7 @@ class ProgressReport(TrainerCallback):
         control.should_log = control.should_log or state.global_step == state.max_steps
 
     @override
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: object
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, *_: object, logs: dict[str, float], **__: object) -> None:
         # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)
         if not self.is_main or VALIDATION_LOSS not in logs:
