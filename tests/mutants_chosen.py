@@ -673,8 +673,8 @@ PLANS = (
     Fault(
         "cost: the rent of one GPU is taken for that of all",
         "common/planning/time_plan.py",
-        "sum(prices) / SECONDS_PER_HOUR",
-        "prices[0] / SECONDS_PER_HOUR",
+        "sum(price.usd_per_hour for price in prices) / SECONDS_PER_HOUR",
+        "prices[0].usd_per_hour / SECONDS_PER_HOUR",
         _unit("planner", "rows_of_ddp_are_each_rank_s"),
     ),
     Fault(
