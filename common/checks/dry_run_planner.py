@@ -15,7 +15,7 @@ from common.checks.run_command import command_of_run
 from common.hardware.devices import CATALOGUE, CPU_DEVICE, GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
-from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE
+from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, SPREAD_SHARE, ranks_gib_of
 from common.planning.job import Job
 from common.planning.plan_texts import outlined
 from common.planning.step_speed import generation_of
@@ -87,7 +87,7 @@ def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Trie
     rows = job.batch.rows
     result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * rows))
     passing = sum(result.peak[part] for part in PASSING_PARTS)
-    own_gib = CONTEXT_GIB + generation_of(gpu).workspace_gib + RANKS_GIB * (run.devices > 1)
+    own_gib = CONTEXT_GIB + generation_of(gpu).workspace_gib + ranks_gib_of(gpu) * (run.devices > 1)
     parts = {**result.peak, "overhead": own_gib * GIB + GAP_SHARE * passing}
     terms = tuple(Term(part, "by dry run", "", size) for part, size in parts.items())
     memory = DeviceMemory(result.peak_segment, terms, spread=SPREAD_SHARE * passing)

@@ -18,9 +18,11 @@ CONTEXT_GIB = 0.3
 BLOCK_BYTES = 2 * 2**20
 CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
 PASSING_PARTS = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.GRADIENTS)
-# with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
-# of `nvidia-smi` (`published_memory.CALIBRATION`)
+# with several ranks: NCCL's buffers; fitted to 93 figures of `nvidia-smi` (`bench.published.CALIBRATION`)
 RANKS_GIB = 2.0
+# they grow with its channels (github.com/NVIDIA/nccl/issues/986): 24 on those A100s, and as many wherever NVLink joins
+# more than two cards; over PCIe 2 (nccl-tests#307, of RTX 4090s), of the fifth generation 4 (RTX 5090s)
+NVLINK_CHANNELS = 24
 # resident memory of a run's process at the end of training, besides its tensors, as measured once on one machine
 CPU_PROCESS_GIB = 0.62
 # with images more: Pillow, the image processor, and the images as they are stored (records of 3.3: 0.73 to 0.76 in all)
@@ -38,16 +40,24 @@ GAP_SHARE = 0.06
 SPREAD_SHARE = 0.12
 
 
+def ranks_gib_of(gpu: Gpu) -> float:
+    """Return what NCCL needs on such a GPU, in GiB; a bridge between two cards, which few have, counts as PCIe."""
+    if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge:
+        return RANKS_GIB
+    return RANKS_GIB * (4 if gpu.pcie_generation >= 5 else 2) / NVLINK_CHANNELS
+
+
 def overhead_terms(job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """Return what a GPU needs besides the step's tensors."""
     workspace_gib = generation_of(gpu).workspace_gib
     gaps = GAP_SHARE * _passing_bytes(memory)
     has_ranks = job.devices > 1 and not job.parallelism.layers_in_turn
+    ranks_gib = ranks_gib_of(gpu)
     rows_of_terms = (
         (True, CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
         (True, "cuBLAS workspace", f"{workspace_gib * 1024:.0f} MiB", workspace_gib * GIB),
         (True, "gaps between blocks", f"{GAP_SHARE:.0%} of temporary memory", gaps),
-        (has_ranks, RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB),
+        (has_ranks, RANKS, f"{ranks_gib:.1f} GiB", ranks_gib * GIB),
     )
     terms = [Term(Kind.OVERHEAD, *term) for holds, *term in rows_of_terms if holds]
     # where there is no room the allocator gives free blocks back

@@ -209,17 +209,32 @@ class DeviceSums(BetweenSteps):
         """Return the bytes of all blocks of PyTorch's allocator, without gaps.
 
         A freed block serves what is as large or smaller: what a layer, the loss and the optimizer work on have blocks
-        of their own. Where rows differ in length, blocks of shorter ones are too small for longer ones. Lengths that
-        are drawn evenly leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and
-        the optimizer's lists then take their share.
+        of their own, but for a loss that finds those of the ends free. Where rows differ in length, blocks of shorter
+        ones are too small for longer ones. Lengths that are drawn evenly leave about as much behind as the longest
+        needs (1/2 + 1/4 + ... of it), which then serves the smaller one of layer and loss, or gradients and the
+        optimizer's lists.
         """
         layer = max(size_of(self.layer.backward(stack)) for stack, _ in self.stacks)
         loss = max(size_of(self._loss()), size_of(self._loss_forward()) if self.splits_loss else 0.0)
-        left_behind = (layer + loss) * self.batch.padded
+        left_behind = abs(layer - loss) * self.batch.padded
         updates = size_of(self._all_gradients()) + size_of(self._optimizer_step())
         others = [*self._all_the_time(), *self.gathered(FSDP_GATHERED_LAYERS), *self._scattered()]
         others += [*self.layers_saved(), *self.saved_outside_layers, *self._waiting_outside_layers]
+        if loss <= self._free_blocks_of_ends():
+            return size_of(others) + layer + max(updates, loss + left_behind)
         return size_of(others) + layer + loss + max(updates, left_behind)
+
+    def _free_blocks_of_ends(self) -> float:
+        """Return the bytes of the ends' gradients and optimizer's lists, if these hold a tensor of the loss.
+
+        They are free until the backward pass, where gradients are not added to those of earlier micro-batches.
+        """
+        positions = self.positions_at_once if self.chunks_loss else self.positions
+        matrix = self.matrix * self.job.trained_bytes * self.trains_head * (self.job.shard_ranks == 1)
+        if 4 * positions * self.architecture.vocab > matrix:
+            return 0.0
+        kinds = ([] if self.adds_to_gradients else self._all_gradients(), self._optimizer_step())
+        return matrix * (2 - self.architecture.tied) * sum(size_of(each) > 0 for each in kinds)
 
     # -- gradients, as the backward pass goes on
 

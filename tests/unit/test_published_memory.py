@@ -25,7 +25,7 @@ from bench.published import (
     verdicts_on,
 )
 from common.planning import gpu_overhead
-from common.planning.gpu_overhead import memory_of_step
+from common.planning.gpu_overhead import APART, CONTEXT, RANKS, RANKS_GIB, memory_of_step
 from common.planning.job import BatchShape
 from common.planning.memory_plan import Moment
 from common.planning.shares import whole_model
@@ -41,11 +41,11 @@ def test_whole_organisations_are_held_out_one_of_them_with_reserved_memory() -> 
 
 @pytest.mark.parametrize("kinds", [KINDS, LIKELY])
 def test_plans_of_held_out_points_are_within_the_bars(kinds: tuple[str, ...]) -> None:
-    for chosen, count in ((held_out_points(), 55), (all_held_out_points(), 106)):
+    for chosen, count, mean, within in ((held_out_points(), 55, 0.04, 0.97), (all_held_out_points(), 106, 0.08, 0.9)):
         errors = errors_of(chosen, kinds)
         assert errors["figures"] >= count
-        assert errors["mean"] <= 0.08
-        assert errors["within_15"] >= 0.9
+        assert errors["mean"] <= mean
+        assert errors["within_15"] >= within
 
 
 def test_plans_of_grpo_are_too_high_rather_than_too_low() -> None:
@@ -74,7 +74,7 @@ def test_no_run_that_ran_out_is_said_to_fit_nor_one_above_its_card_and_few_that_
     assert verdicts["ran_out"] >= 100
     assert verdicts["said_to_fit"] == 0
     assert verdicts["fitted"] >= 270
-    assert verdicts["no"] <= 0.03 * verdicts["fitted"]
+    assert verdicts["no"] <= 0.02 * verdicts["fitted"]
     for point in points():
         assert all(gib <= point.gpu.memory_gib for gib in point.figures.values()) or not point.fits
 
@@ -196,6 +196,43 @@ def test_rows_of_differing_lengths_leave_blocks_behind() -> None:
     differing = replace(point, job=replace(point.job, batch=replace(point.job.batch, padded=True)))
     assert differing.planned.allocated_gib == point.planned.allocated_gib
     assert differing.planned.peak_gib > point.planned.peak_gib
+
+
+def test_blocks_that_the_loss_leaves_serve_the_layers_of_rows_of_any_length() -> None:
+    """Longer rows of one model leave the same share behind, however wide its layers are."""
+    apart = []
+    for point in points_of("modelscope"):
+        if point.job.technique == "lora" and point.job.batch.length == 8192:
+            sums = OtherSums(point.architecture, point.job, whole_model(point.architecture))
+            left_behind = next(term for term in point.planned.terms if term.what == APART)
+            apart.append(left_behind.count / size_of(sums._loss()))
+    assert len(apart) == 3
+    assert apart == pytest.approx([1, 1, 1], rel=0.01)
+
+
+def test_a_loss_no_larger_than_the_matrices_of_the_ends_finds_their_blocks_free() -> None:
+    """By the published peaks of Qwen-7B, whose head has 4,096 columns of 2 bytes: 2,048 rows of 4 bytes fit there."""
+    found = {
+        point.job.batch.length: point
+        for point in points_of("modelscope")
+        if point.job.technique == "full" and point.architecture.name == "Qwen-7B-Chat"
+    }
+    loss = 12 * 2048 * found[2048].architecture.vocab / 2**30
+    rose = found[2048].planned.peak_gib - found[1024].planned.peak_gib
+    assert rose < 0.2 * loss
+    assert all(abs(found[length].error("reserved")) < 0.015 for length in (512, 1024, 2048))
+    accumulates = replace(found[2048], job=replace(found[2048].job, accumulation_steps=2)).planned
+    assert accumulates.peak_gib > found[2048].planned.peak_gib + 0.9 * loss
+
+
+def test_ranks_over_pcie_leave_room_for_what_was_reserved_there() -> None:
+    found = [point for point in points_of("answerai") if point.figures.get("reserved", 0) > 22]
+    assert len(found) == 7
+    for point in found:
+        outside = sum(term.gib for term in point.planned.terms if term.what in (CONTEXT, RANKS))
+        assert point.figures["reserved"] + outside <= point.gpu.memory_gib
+    ranks = (term for term in like(CALIBRATION, devices=2).planned.terms if term.what == RANKS)
+    assert next(ranks).gib == RANKS_GIB
 
 
 def test_the_allocator_gives_free_blocks_back_where_there_is_no_room() -> None:
