@@ -58,7 +58,7 @@ def test_two_cards_of_24_gb_show_what_splitting_saves() -> None:
     plans = ranked("--model qwen2.5-7b --gpu rtx-3090 --gpus 2 --batch-size 1 --seq-len 1024")["ranked"]
     lora = {plan["parallel"]: plan for plan in plans if plan["technique"] == "lora"}
     for parallel in ("fsdp", "zero3", "pp"):
-        assert 13 < lora[parallel]["run_peak_gib"] < 19.1, parallel
+        assert 11 < lora[parallel]["run_peak_gib"] < 17.3, parallel
         assert lora[parallel]["run_peak_gib"] <= lora[parallel]["training_peak_gib"]
 
 
@@ -72,10 +72,10 @@ def test_a_way_that_divides_the_model_has_a_folder_that_takes_it(parallel: str) 
 def test_where_no_ranks_can_share_rows_fsdp_that_offloads_is_offered_with_its_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    question = "--model llama-3.1-70b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 512"
-    fitting = [plan for plan in ranked(question)["ranked"] if plan["per_device"][0]["fits"]]
-    assert [plan["parallel"] for plan in fitting] == ["mp", "fsdp"]
-    assert fitting[1]["host_gib"] > 100
+    question = "--model llama-3.1-70b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 2048"
+    (fitting,) = (plan for plan in ranked(question)["ranked"] if plan["per_device"][0]["fits"])
+    assert fitting["parallel"] == "fsdp"
+    assert fitting["host_gib"] > 100
     assert planner_command.answer(read_options(question.split())) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert "--technique qlora" in last
