@@ -371,7 +371,7 @@ def widest_of_mlp(architecture: Architecture, a: int) -> tuple[float, str]:
     """
     results, wide = architecture.chosen * architecture.hidden, architecture.intermediate
     if not architecture.experts:
-        of_mlp = 3 if architecture.family.is_llama_like else 2
+        of_mlp = 3 + architecture.family.fuses_linears if architecture.family.is_llama_like else 2
         of_mlp += architecture.family.is_gpt2_like * 8 / a  # two powers in fp32
         return of_mlp * wide, f"{of_mlp:g} I"
     weighed = 2 + 2 * (4 / a if architecture.family.routes_in_fp32 else 1)
