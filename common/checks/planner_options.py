@@ -106,6 +106,7 @@ class PlannerOptions:
     num_train_epochs: float = shared("num_train_epochs", RunConfig.num_train_epochs)
     rows_per_step: int = setting(16, "What to rent: rows of an optimizer step, on all GPUs together.")
     picture: str | None = setting(None, "What to rent: a file for the picture of dollars against hours (.png, .svg).")
+    serve: bool = setting(False, "What serving the tuned model takes, instead of training it; on which card.")
     explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
     json: bool = setting(False, "Print JSON.")
 

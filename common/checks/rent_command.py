@@ -66,7 +66,7 @@ class Rows(NamedTuple):
 def rent_answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if something keeps budget and deadline, else 1."""
     deadline_h = hours_until(options.deadline) if options.deadline else None
-    prices, architecture = _prices_of(options), _architecture_of(options)
+    prices, architecture = prices_of(options), _architecture_of(options)
     rows = _rows_of(options)
     training = _training_of(options, architecture, rows)
     counts = (options.gpus,) if options.gpus else COUNTS
@@ -127,7 +127,7 @@ def hours_until(deadline: str) -> float:
     return hours
 
 
-def _prices_of(options: PlannerOptions) -> list[Price]:
+def prices_of(options: PlannerOptions) -> list[Price]:
     """Return the prices of the GPUs that are asked for."""
     path = Path(options.prices).expanduser() if options.prices else PRICES
     names, all_prices = options.gpu or [ANY], read_prices(path)

@@ -293,7 +293,7 @@ def make_plan(
 
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
     """
-    _check_fit(architecture, job)
+    check_fit(architecture, job)
     placed = shares or [whole_model(architecture)] * job.devices
     if job.parallelism.splits_layers and not shares:
         placed = device_maps.balanced_shares(architecture, job, cluster.gpus)
@@ -309,7 +309,7 @@ def make_plan(
     return Plan(architecture, job, cluster, placed, memories, time, tuple(sources), placed_by_hand=shares is not None)
 
 
-def _check_fit(architecture: Architecture, job: Job) -> None:
+def check_fit(architecture: Architecture, job: Job) -> None:
     """Refuse target modules, pipelines, ranks that share rows, lengths and pictures that the model does not take."""
     job.check_targets(architecture)
     check_shares_heads(job.sp_size, architecture.heads, architecture.kv_heads)

@@ -18,11 +18,11 @@ from common.base.errors import BadInputError, check_installed, reading
 from common.data.answer_ends import saved_stops
 from common.data.templates import begins_by_itself
 from common.models.loading import any_shape_config, read_tokenizer
+from common.planning.serving_plan import GGUF_FAMILIES
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # kinds of models (`model_type`), which llama.cpp calls alike
 # whose rotary embeddings turn neighbouring features in llama.cpp, in Transformers those of a head's two halves
 INTERLEAVED = ("llama",)
 BEGINS, WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -107,9 +107,9 @@ def _write_gguf(folder: Path, file: Path, weight_type: str) -> Path:
 
 
 def _check_family(config: PretrainedConfig) -> None:
-    if config.model_type not in FAMILIES:
+    if config.model_type not in GGUF_FAMILIES:
         raise BadInputError(
-            f"Models of the kind {config.model_type} are not written as GGUF here ({', '.join(FAMILIES)} are): "
+            f"Models of the kind {config.model_type} are not written as GGUF here ({', '.join(GGUF_FAMILIES)} are): "
             f"{OTHERWISE}"
         )
     rope = config.rope_parameters["rope_type"]

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from bench.tables.outcomes import LLAMA_CPP_FILE
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
+from common.planning.serving_plan import GGUF_FAMILIES
 from common.serving.gguf_file import (
-    FAMILIES,
     MODELFILE,
     PRE_TOKENIZERS,
     WEIGHT_TYPES,
@@ -103,7 +103,7 @@ def test_llama_cpp_read_the_prompts_of_each_family_and_pre_tokenizer_as_transfor
     """As the readme says of the kept record."""
     found = json.loads(LLAMA_CPP_FILE.read_text())["compared"]
     compared = [{row[name] for row in found} for name in ("model_type", "pre_tokenizer", "weight_type")]
-    assert compared == [set(FAMILIES), set(PRE_TOKENIZERS.values()), set(WEIGHT_TYPES)]
+    assert compared == [set(GGUF_FAMILIES), set(PRE_TOKENIZERS.values()), set(WEIGHT_TYPES)]
     assert all(row["equal_prompts"] == row["questions"] == 74 for row in found)
     assert all(row["equal_answers"] >= 73 for row in found if row["weight_type"] == "f32")
 
