@@ -340,7 +340,7 @@ class PhaseSums:
         adapted = {linear.block for linear in linears if not linear.ends_block}
         states = 4 - (trains and job.parallelism.pipelines)
         of_mlp, mlp_formula = widest_of_mlp(architecture, a)
-        of_mlp += architecture.intermediate * (Block.MLP in adapted)
+        of_mlp += architecture.intermediate * (1 + architecture.family.fuses_linears) * (Block.MLP in adapted)
         of_attention = (3 if is_eager else 5) + (Block.ATTENTION in adapted)
         crosses = [stack.kind == StackKind.CROSS_DECODER for stack in architecture.stacks]
         longest = max(target_length if each else length for each in crosses)
