@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from common.base.errors import reading
 from common.hardware.devices import GIB
 from common.hardware.prices import Price
 from common.planning.architectures import Architecture, StackKind
 from common.planning.gpu_overhead import with_overhead
-from common.planning.model_configs import find_config, read_config
+from common.planning.model_configs import PUBLISHED, find_config
 from common.planning.phases import PhaseSums
 from common.planning.searches import largest
 from common.planning.terms import DeviceMemory, Kind, Term, numbers, size_of
@@ -27,7 +28,8 @@ def sliding_layers(architecture: Architecture, model: str, revision: str = "") -
         return 0
     from transformers import AutoConfig  # here: it imports torch, which takes two seconds
 
-    config = AutoConfig.for_model(**read_config(find_config(model, revision), model)).get_text_config(decoder=True)
+    with reading(f"The config.json of {model}", PUBLISHED):
+        config = AutoConfig.from_pretrained(find_config(model, revision)).get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * architecture.layers
     return kinds.count("sliding_attention")
 
@@ -61,8 +63,7 @@ class Serving(PhaseSums):
         """All of it, with the device's own overhead; an encoder has no cache, and reads all rows together."""
         length, a, cache = self.job.batch.length, self.job.arithmetic_bytes, self.cache()
         at_once, tokens = (1, min(length, READ_AT_ONCE) + self.rows - 1) if cache else (self.rows, length)
-        size = self.rows * self.architecture.vocab * (a + 4) * (cache > 0)
-        logits = Term(Kind.LOGITS, "logits of a token, and their fp32 copy", "B V (a + 4)", size)
+        logits = numbers(Kind.LOGITS, "logits, and in fp32", self.rows * self.architecture.vocab * (cache > 0), a + 4)
         reading = [*self._layer(at_once, tokens, tokens, trains=True), *self._images(1), logits]
         forward = max(reading, self._images(1, looking=True), key=size_of)
         terms = (*self.weights(), Term(Kind.BUFFERS, "keys and values", "L B S 2 K a", cache), *forward)
@@ -70,12 +71,11 @@ class Serving(PhaseSums):
 
     def figures(self, price: Price | None) -> dict[str, Any]:
         """Return what a reader is told; `beside` is reading a prompt, and the device's own overhead."""
-        memory, gpu, weights_gib = self.memory, self.gpu, self.memory.parts_gib[Kind.WEIGHTS]
+        memory, gpu, cache_gib, weights_gib = self.memory, self.gpu, self.cache() / GIB, size_of(self.weights()) / GIB
         most = largest(lambda rows: replace(self, rows=rows).memory.safe_gib <= gpu.memory_gib, MOST_ROWS, self.rows)
         return {
             "way": self.way, "gpu": gpu.name, "fits": memory.verdict_on(gpu), "max_rows": most,
-            "weights_gib": weights_gib, "cache_gib": self.cache() / GIB,
-            "beside_gib": memory.peak_gib - weights_gib - self.cache() / GIB, "likely_gib": memory.peak_gib,
-            "safe_gib": memory.safe_gib, "capacity_gib": gpu.memory_gib,
+            "weights_gib": weights_gib, "cache_gib": cache_gib, "beside_gib": memory.peak_gib - weights_gib - cache_gib,
+            "likely_gib": memory.peak_gib, "safe_gib": memory.safe_gib, "capacity_gib": gpu.memory_gib,
             "usd_per_hour": price and price.usd_per_hour, "price": price and price.said,
         }  # fmt: skip

@@ -48,6 +48,7 @@ WINDOWS = [  # shorter than the rows, in all layers, in those from the second on
     ("mistral", {"sliding_window": 100}),
 ]
 ROWS, LENGTH, NEW = 3, 24, 6
+WIDE = {"hidden_size": 128, "intermediate_size": 512}
 
 
 @pytest.fixture
@@ -153,23 +154,40 @@ def test_a_decoder_behind_an_encoder_keeps_keys_of_the_text_and_of_the_summary(t
     assert serving(str(tmp_path), target=NEW).cache() == cached_bytes(found)
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in DECODERS if kind != "gpt2"), *ENCODERS])
-def test_reading_takes_what_is_planned(kind: str, tmp_path: Path) -> None:
-    """Tensors of a real forward pass, beside the weights: of a prompt with the cache that it fills, or of all texts."""
-    model = tiny(kind, tmp_path, hidden_size=128, intermediate_size=512)
-    rows, length, options = 1, 256, {"logits_to_keep": 1, "past_key_values": DynamicCache(config=model.config)}
-    if kind in ENCODERS:
-        model, rows, options = model.base_model, ROWS, {}
+def counted(model: torch.nn.Module, rows: int, **options: object) -> float:
+    """Return the most bytes alive at once in a real forward pass of such rows, beside the weights."""
     with torch.no_grad(), MemoryTracker(model.config.vocab_size) as tracker:
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.add(tensor, "weights")
         tracker.enter("work")
-        found = model(torch.full((rows, length), 7), **options)
+        found = model(input_ids=torch.full((rows, 256), 7), **options)
         _ = found.logits.float() if "logits" in found else None
-    counted = sum(count for part, count in tracker.timeline["work"].items() if part != "weights")
-    planned = serving(str(tmp_path), length=length, rows=rows).memory
-    beside = sum(term.count for term in planned.terms if term.part not in ("weights", "overhead"))
-    assert beside == pytest.approx(counted, rel=0.1)
+    return sum(count for part, count in tracker.timeline["work"].items() if part != "weights")
+
+
+def beside_weights(planned: Serving) -> float:
+    return sum(term.count for term in planned.memory.terms if term.part not in ("weights", "overhead"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DECODERS if kind != "gpt2"])
+def test_reading_a_prompt_takes_what_is_planned_with_the_cache_that_it_fills(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind, tmp_path, **WIDE)
+    found = counted(model, 1, logits_to_keep=1, past_key_values=DynamicCache(config=model.config))
+    assert beside_weights(serving(str(tmp_path), length=256, rows=1)) == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "phi3", "olmo2"])
+def test_an_adapter_s_result_comes_beside_the_widest_of_a_layer(kind: str, tmp_path: Path) -> None:
+    """In 16 bits, as vLLM computes with adapters; PEFT does in fp32, which takes more."""
+    model = get_peft_model(tiny(kind, tmp_path, **WIDE), LoraConfig(r=8, target_modules="all-linear")).bfloat16()
+    found = counted(model, 1, logits_to_keep=1, past_key_values=DynamicCache(config=model.config))
+    assert beside_weights(serving(str(tmp_path), "lora", length=256, rows=1)) == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_an_encoder_reads_all_texts_together(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind, tmp_path, **WIDE).base_model
+    assert beside_weights(serving(str(tmp_path), length=256)) == pytest.approx(counted(model, ROWS), rel=0.1)
 
 
 # -- what others measured
@@ -301,16 +319,35 @@ def test_an_unknown_kind_of_model_is_refused(tmp_path: Path, asked: Asked) -> No
     assert "The architecture 'opt'" in error
 
 
-def test_prices_of_whole_machines_alone_are_refused(tmp_path: Path, asked: Asked) -> None:
-    file = tmp_path / "prices.toml"
-    file.write_text("""[[prices]]
+def test_layers_of_another_number_than_the_windows_are_refused(tmp_path: Path, asked: Asked) -> None:
+    config = tiny("mistral", tmp_path).config.to_dict() | {"sliding_window": 8, "layer_types": ["full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, error = asked("--model", tmp_path, "--gpu", "a6000", "--seq-len", 24)
+    assert code == 2
+    assert "Take the config.json as published" in error
+    assert "fault" not in error
+
+
+PRICES = """
+[[prices]]
 provider = "Here"
 gpu = "H100 80GB SXM"
 usd_per_hour = 2
 gpus = 8
 date = "2026-11-01"
 source = "https://example.org"
-""")
+"""
+
+
+def test_prices_of_whole_machines_are_refused_and_spot_is_left_out(
+    tmp_path: Path, asked: Asked
+) -> None:
+    file = tmp_path / "prices.toml"
+    file.write_text(PRICES)
     code, _, error = asked("--model", "qwen2.5-7b", "--prices", file)
     assert code == 2
     assert "None of these prices is of one card alone" in error
+    alone, spot = PRICES.replace("gpus = 8", ""), PRICES.replace("gpus = 8", 'kind = "spot"').replace("= 2\n", "= 1\n")
+    (tmp_path / "mine.toml").write_text(alone + spot)
+    served = json.loads(asked("--model", "qwen2.5-7b", "--prices", tmp_path / "mine.toml", "--json")[1])["served"]
+    assert {each["usd_per_hour"] for each in served} == {2}
