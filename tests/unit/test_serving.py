@@ -339,9 +339,7 @@ source = "https://example.org"
 """
 
 
-def test_prices_of_whole_machines_are_refused_and_spot_is_left_out(
-    tmp_path: Path, asked: Asked
-) -> None:
+def test_prices_of_whole_machines_are_refused_and_spot_is_left_out(tmp_path: Path, asked: Asked) -> None:
     file = tmp_path / "prices.toml"
     file.write_text(PRICES)
     code, _, error = asked("--model", "qwen2.5-7b", "--prices", file)
