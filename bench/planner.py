@@ -56,7 +56,7 @@ FAMILY_SHAPES = {
     "gemma-3-1b": ((8, 256), (2, 2048)),
     "gpt2": ((4, 512), (8, 1024)),
 }
-MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 # with points of full fine-tuning of the linear layers alone
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
@@ -154,9 +154,17 @@ def mixture_points() -> list[Step]:
     grouped product does not.
     """
     ways = [("lora", "bf16"), *(("full", precision) for precision in ("bf16", "bf16-mixed", "fp32"))]
-    attention = {"full": {}, "lora": {"target_modules": "q_proj,k_proj,v_proj,o_proj"}}
+    adapted, eager = {"full": {}, "lora": {"target_modules": "q_proj,k_proj,v_proj,o_proj"}}, {"gpt-oss-20b": "eager"}
     return [
-        step_of(technique, model, checkpointing, shape, precision=precision, **attention[technique])
+        step_of(
+            technique,
+            model,
+            checkpointing,
+            shape,
+            precision=precision,
+            attention=eager.get(model, "sdpa"),
+            **adapted[technique],
+        )
         for model, (technique, precision), (checkpointing, shape) in product(
             MIXTURES, ways, ((False, (2, 512)), (True, (4, 2048)))
         )

@@ -61,7 +61,7 @@ class Linear:
     @property
     def parameters(self) -> int:
         """Weights and biases."""
-        return self.weights + self.outputs * self.bias
+        return self.weights + self.experts * self.outputs * self.bias
 
     def lora_parameters(self, rank: int) -> int:
         """Return how many parameters an adapter has: matrices of shape (rank, inputs) and (outputs, rank)."""
@@ -305,6 +305,9 @@ class Family:
     normalizes_whole_queries: bool = False  # of all heads at once
     fuses_linears: bool = False  # queries, keys and values come from one projection, gate and up from another one
     routes_in_fp32: bool = False  # a mixture weighs what its experts make with numbers in fp32
+    # attention has a learnt score beside those of tokens, which Transformers' eager one alone computes, in the scores'
+    # own format; experts have biases, and what they read of gate and up is clamped first
+    is_gpt_oss_like: bool = False
     has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
     positions: str = ""  # name of the module that embeds places; empty = none of its own. It cannot be cut into stages
     # names of modules: the last two follow the layers, to predict tokens, or to classify (empty = not planned)
@@ -331,7 +334,7 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
         gate_and_up = tuple(Linear(each, hidden, wide, mlp_biased, Block.MLP) for each in ("gate_proj", "up_proj"))
     linears = (
         *inputs,
-        Linear("o_proj", queries, hidden, config.get("attention_bias", False), ends_block=True),
+        Linear("o_proj", queries, hidden, config.get("attention_bias", family.is_gpt_oss_like), ends_block=True),
         *gate_and_up,
         Linear("down_proj", wide, hidden, mlp_biased, Block.MLP, ends_block=True),
     )
@@ -366,14 +369,15 @@ def _mixture(name: str, config: dict[str, Any]) -> Architecture:
     (stack,), hidden, chosen = dense.stacks, dense.hidden, config["num_experts_per_tok"]
     experts = config.get("num_local_experts") or config["num_experts"]
     wide = config.get("moe_intermediate_size") or dense.intermediate
-    of_experts = {"block": Block.MLP, "experts": experts, "chosen": chosen}
+    biased = FAMILIES[dense.model_type].is_gpt_oss_like
+    of_experts = {"bias": biased, "block": Block.MLP, "experts": experts, "chosen": chosen}
     linears = (
         *(linear for linear in stack.linears if linear.block == Block.ATTENTION),
-        Linear("gate", hidden, experts, block=Block.ROUTER),
+        Linear("gate", hidden, experts, biased, Block.ROUTER),
         Linear("experts", hidden, 2 * wide, **of_experts),
         Linear("experts", wide, hidden, **of_experts, ends_block=True),
     )
-    stacks = (replace(stack, linears=linears),)
+    stacks = (replace(stack, linears=linears, norm_parameters=stack.norm_parameters + dense.heads * biased),)
     return replace(dense, intermediate=chosen * wide, stacks=stacks, experts=experts, chosen=chosen)
 
 
@@ -504,6 +508,7 @@ FAMILIES = {
     "phi3": Family(_llama_like, fuses_linears=True),
     "mixtral": Family(_mixture, routes_in_fp32=True),
     "qwen3_moe": Family(_mixture, normalizes_queries=True),
+    "gpt_oss": Family(_mixture, attention_bias=True, has_wide_norms=True, is_gpt_oss_like=True),
     "bert": Family(
         _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",
         heads=("cls",), classifier=("bert.pooler", "classifier"),

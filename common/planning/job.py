@@ -324,10 +324,15 @@ class Job(HasSpecs):
         on_one = dict.fromkeys(("devices", "dp_replicate_size", "sp_size", "micro_batches"), 1)
         return replace(self, batch=batch, parallel="single", offload=False, **on_one, **changes)
 
-    def with_targets_of(self, architecture: Architecture) -> "Job":
-        """Return the job with adapters on a mixture's attention alone, where it does not name layers."""
-        is_open = self.method.has_adapters and self.target_modules in ((), ALL_LINEAR)
-        return replace(self, target_modules=architecture.names_to_adapt) if is_open and architecture.experts else self
+    def suited_to(self, architecture: Architecture) -> "Job":
+        """Return the job with adapters on a mixture's attention alone, where it does not name layers; gpt-oss's eager.
+
+        Its learnt scores are in no other attention that a run may choose.
+        """
+        is_open = self.method.has_adapters and self.target_modules in ((), ALL_LINEAR) and architecture.experts
+        targets = architecture.names_to_adapt if is_open else self.target_modules
+        is_eager = architecture.family.is_gpt_oss_like and self.attention == "sdpa"
+        return replace(self, target_modules=targets, attention="eager" if is_eager else self.attention)
 
     def check_targets(self, architecture: Architecture) -> None:
         """Refuse target modules that the model does not have, with the names that it has; as `check_experts` does."""

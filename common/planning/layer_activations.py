@@ -8,10 +8,8 @@ from common.planning.architectures import Architecture, Block, Linear, Stack, St
 from common.planning.job import BatchShape, Job
 from common.planning.terms import Kind, Term, activations, numbers, size_of, times_each
 
-# bytes per attention score that softmax's backward kernel takes on CUDA and not on a CPU: the product of result and
-# gradient, in fp32; where it reads fp16 it writes half as many (aten/src/ATen/native/cuda/SoftMax.cu:
-# `softmax_backward_cuda_out`)
-SOFTMAX_TEMPORARY_BYTES = 4
+# bytes per attention score by which softmax's backward kernel writes less where it reads fp16
+# (aten/src/ATen/native/cuda/SoftMax.cu: `softmax_backward_cuda_out`)
 SOFTMAX_FP16_BYTES = -2
 # of each expert that a token chooses: four numbers of places, and five in fp32 of what its result counts
 ROUTE_BYTES = 4 * 8 + 3 * 4
@@ -97,14 +95,15 @@ class LayerActivations:
     def _result_by_token(self, stack: Stack) -> list[Term]:
         """Return attention's result as the next projection keeps it, where that is a tensor of its own.
 
-        It is where ranks exchange heads, and where it is laid out head by head, as Phi-3's queries are.
+        It is where ranks exchange heads, where it is laid out head by head, as Phi-3's queries are, and with eager
+        attention, which needs no result of its own.
         """
         last, has_dropout = _last_of(Block.ATTENTION, stack), self.job.lora_dropout > 0
-        keeps = any(self._keeps_input(linear) or (self.job.adapts(linear) and not has_dropout) for linear in last)
+        kept = sum(self._keeps_input(linear) or (self.job.adapts(linear) and not has_dropout) for linear in last)
         size = self.batch.tokens_in(stack) * self.architecture.query_size * self.job.arithmetic_bytes
-        lies_apart = self.job.sp_size > 1 or (self.architecture.family.fuses_linears and self.job.attention != "eager")
-        what = "result of attention, token by token"
-        return [activations(what, "T Q a", size * (keeps and lies_apart))]
+        is_eager, is_fused = self.job.attention == "eager", self.architecture.family.fuses_linears
+        what, lies_apart = "result of attention, token by token", self.job.sp_size > 1 or is_fused or is_eager
+        return [activations(what, "T Q a", size * kept * lies_apart)]
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
@@ -118,7 +117,7 @@ class LayerActivations:
         # of a fused projection the values are a part, with which all of it is kept
         beside_values = (q + k) * (architecture.family.fuses_linears and not (eager or (repeats and q > k)))
         pairs, t, scores = rows * asking * asked, rows * asking, f"B heads S {s}"
-        each = 4 + (a if a < 4 else 0)
+        each = self.softmax_bytes + (a if a < self.softmax_bytes else 0)
         dropped = ((4 if job.cpu_operations else 1) + (4 if a == 4 else 0)) * bool(architecture.dropout)
         of_scores = [
             activations("attention scores", f"{scores} {each}", pairs * heads * each),
@@ -127,10 +126,22 @@ class LayerActivations:
         return [
             activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
             activations("queries and keys without positions, beside the values", "T (Q + K) a", t * beside_values * a),
-            activations("result of attention", "T Q a", t * q * a),
-            *(of_scores if eager else [activations("attention's normalizers in fp32", "T heads 4", t * heads * 4)]),
+            *(
+                of_scores
+                if eager
+                else [
+                    activations("result of attention", "T Q a", t * q * a),
+                    activations("attention's normalizers in fp32", "T heads 4", t * heads * 4),
+                ]
+            ),
             activations("mask in the arithmetic's format", f"B S {s} a", pairs * a * masked),
         ]
+
+    @property
+    def softmax_bytes(self) -> int:
+        """`p`: bytes of a number of the scores' softmax, fp32 or, of gpt-oss without autocast, the arithmetic's."""
+        own_format = self.architecture.family.is_gpt_oss_like and not self.job.autocasts
+        return self.job.arithmetic_bytes if own_format else 4
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
         """Return what PyTorch keeps where it has no fused attention: with dropout, on a CPU, in fp32.
@@ -173,12 +184,14 @@ class LayerActivations:
         The router's probabilities in fp32, and of each chosen expert where its token comes from and goes to; the
         experts' results, before they are weighed; and where weights are trained each token's copy for each expert.
         """
-        architecture, wide = self.architecture, 3 + keeps_inputs
+        architecture = self.architecture
+        # a clamp keeps gate and up themselves, then both clamped, the sigmoid, and gate's product
+        wide = (6 if architecture.family.is_gpt_oss_like else 3) + keeps_inputs
         results = architecture.chosen * architecture.hidden * (1 + keeps_inputs)
         inner = tokens * (wide * architecture.intermediate + results) * self.expert_bytes
         routes = tokens * (4 * architecture.experts + ROUTE_BYTES * architecture.chosen)
         return [
-            activations("experts' gate, up, silu, results", f"T ({wide} I + {1 + keeps_inputs} k H) z", inner),
+            activations("experts' gate, up, activation, results", f"T ({wide} I + {1 + keeps_inputs} k H) z", inner),
             activations("router", f"T (4 E + {ROUTE_BYTES} k)", routes),
         ]
 
@@ -187,10 +200,16 @@ class LayerActivations:
         """`z`: bytes of a number within the experts, which autocast leaves in the format of their weights."""
         return 4 if self.job.autocasts else self.job.arithmetic_bytes
 
-    def _experts_at_work(self, stack: Stack, keeps_inputs: bool) -> list[Term]:
-        """Return what is beside that while experts are back-propagated: results weighed, or gradients of the MLP's."""
+    def _experts_at_work(self, stack: Stack, keeps_inputs: bool, again: bool) -> list[Term]:
+        """Return what is beside that while experts are back-propagated: results weighed, or gradients of the MLP's.
+
+        Where biases are added, and the forward pass comes `again`, each token's are there when gate and up meet.
+        """
         architecture, tokens, z = self.architecture, self.batch.tokens_in(stack), self.expert_bytes
         results = tokens * architecture.chosen * architecture.hidden
+        if again and architecture.family.is_gpt_oss_like:
+            size = ((4 - keeps_inputs) * tokens * architecture.intermediate + results) * z
+            return [activations("experts' biases, and what they add to", f"T ({4 - keeps_inputs} I + k H) z", size)]
         each = 4 if architecture.family.routes_in_fp32 else z
         wide = (3 - keeps_inputs) * tokens * architecture.intermediate * z - results * z
         if wide > 3 * results * each:
@@ -257,19 +276,22 @@ class LayerActivations:
 
     def backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
-        again, a = self.job.gradient_checkpointing, self.job.arithmetic_bytes
+        again = self.job.gradient_checkpointing
         working = self._tile_backward(stack) if self.job.tiled_mlp else self._mlp_backward(stack, again)
-        saved = self.saved(stack) if again else []
-        with_scores = [] if again and self.architecture.family.is_gpt2_like else self._score_gradients(stack, 4)
-        ways = [[*times_each(saved, 1, "computed again: "), *working, *with_scores]]
-        if again and self.job.attention == "eager":  # the MLP is done
-            before_mlp = [term for term in saved if term not in self._mlp(stack)]
-            ways.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
+        saved, mlp = self.saved(stack) if again else [], [] if self.job.tiled_mlp else self._mlp(stack)
+        ways = [[*times_each(saved, 1, "computed again: "), *working]]
+        if self.job.attention == "eager":  # the MLP is done
+            before_mlp = times_each([term for term in saved if term not in mlp], 1, "computed again: ")
+            ways.append([*before_mlp, self._score_gradients(stack, 0 if again else size_of(mlp))])
+            # a decoder's masks, of whole rows and of windows: checkpointing keeps what layers are called with
+            masks = (1 + (self.architecture.window > 0)) * (again and stack.kind == StackKind.DECODER)
+            size = masks * self.batch.tokens * self.batch.length * self.hidden_bytes
+            ways = [[*way, activations("masks", f"{masks} B S S x", size)] for way in ways]
         return [*max(ways, key=size_of), self.passing(stack), self.dequantized_experts(stack)]
 
     def _mlp_backward(self, stack: Stack, again: bool) -> list[Term]:
         if self.architecture.experts:
-            return self._experts_at_work(stack, any(map(self._keeps_input, _last_of(Block.MLP, stack))))
+            return self._experts_at_work(stack, any(map(self._keeps_input, _last_of(Block.MLP, stack))), again)
         if self.architecture.family.is_gpt2_like:
             return [self._gpt2_mlp_backward(stack, again)]
         count = self._gradients_within_mlp
@@ -314,17 +336,18 @@ class LayerActivations:
             return 2 if self.hidden_bytes == 2 else 1
         return 3 if self.architecture.family.is_llama_like and self.job.arithmetic_bytes == 2 else 1
 
-    def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
-        """Return the gradients of the attention scores, of the eager attention.
+    def _score_gradients(self, stack: Stack, gone: float) -> Term:
+        """Return the gradients of the attention scores, of the eager attention, less what the MLP kept and is `gone`.
 
-        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes, and
-        what CUDA's kernel takes.
+        While softmax is back-propagated those of its result wait beside them, and what CUDA's kernel takes and a CPU's
+        does not, the product of result and gradient.
         """
+        each = self.softmax_bytes + self.job.arithmetic_bytes
         if not self.job.cpu_operations:
-            each += SOFTMAX_TEMPORARY_BYTES + SOFTMAX_FP16_BYTES * self.job.precision.startswith("fp16")
+            each += self.softmax_bytes + SOFTMAX_FP16_BYTES * self.job.precision.startswith("fp16")
         pairs = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.batch.sequences
-        size = each * pairs * self.architecture.heads * (self.job.attention == "eager")
-        return [activations("gradients of the attention scores", f"B heads S S {each}", size)]
+        size = max(0.0, each * pairs * self.architecture.heads - gone)
+        return activations("gradients of the attention scores", f"B heads S S {each}", size)
 
     def passing(self, stack: Stack) -> Term:
         """Return what goes from layer to layer, or the gradients of it."""
@@ -375,4 +398,5 @@ def widest_of_mlp(architecture: Architecture, a: int) -> tuple[float, str]:
         of_mlp += architecture.family.is_gpt2_like * 8 / a  # two powers in fp32
         return of_mlp * wide, f"{of_mlp:g} I"
     weighed = 2 + 2 * (4 / a if architecture.family.routes_in_fp32 else 1)
-    return max((4 * wide + results, "(4 I + k H)"), (weighed * results, f"{weighed:g} k H"))
+    inner = 9 if architecture.family.is_gpt_oss_like else 4
+    return max((inner * wide + results, f"({inner} I + k H)"), (weighed * results, f"{weighed:g} k H"))

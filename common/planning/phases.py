@@ -345,7 +345,8 @@ class PhaseSums:
         crosses = [stack.kind == StackKind.CROSS_DECODER for stack in architecture.stacks]
         longest = max(target_length if each else length for each in crosses)
         tokens, pairs = rows * longest, rows * longest**2 * is_eager
-        in_softmax = a + 4 + (4 if a < 4 else 0)  # a shorter format is cast to fp32 before
+        # a shorter format is cast to fp32 before; gpt-oss's stays, beside scores without and with what is learnt
+        in_softmax = 3 * a if architecture.family.is_gpt_oss_like else a + 4 + (4 if a < 4 else 0)
         in_mlp = (tokens * of_mlp * a, pairs * (architecture.heads + 1) * a)
         of_scores = pairs * (architecture.heads * in_softmax + a)
         made, scores = max(in_mlp, (tokens * of_attention * architecture.query_size * a, of_scores), key=sum)

@@ -314,6 +314,8 @@ def check_fit(architecture: Architecture, job: Job) -> None:
     job.check_targets(architecture)
     check_shares_heads(job.sp_size, architecture.heads, architecture.kv_heads)
     batch, name, tower = job.batch, architecture.name, architecture.tower
+    if job.attention != "eager" and architecture.family.is_gpt_oss_like:
+        raise NotPlannedError(f"--attention {job.attention}: {name} has eager attention alone: pass --attention eager.")
     if job.parallelism.pipelines and architecture.family.positions:
         raise NotPlannedError(f"--parallel pp: {name} adds its positions in every stage: pass --parallel ddp or mp.")
     for option, length in (("--seq-len", batch.length), ("--target-len", batch.target_length)):

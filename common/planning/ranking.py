@@ -72,7 +72,7 @@ def ranked_plans(
                 precision=number_format,
                 micro_batches=parts,
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
-            ).with_targets_of(architecture)
+            ).suited_to(architecture)
             for ranks in (sp_size,) if sp_size else _sp_sizes(architecture, job, cluster):
                 is_last_resort = ranks > 1 and sp_size is None
                 if is_last_resort and (plans[-1].may_fit or plans[-1].max_batch_size):

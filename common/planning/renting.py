@@ -151,7 +151,7 @@ def _fastest(
     if precision == "fp16-mixed" and PARALLELISMS[parallel].shards:  # its losses are scaled, which sharding lacks here
         return None
     job = replace(training.job, technique=technique, parallel=parallel, devices=count, precision=precision)
-    job = job.with_targets_of(training.architecture)
+    job = job.suited_to(training.architecture)
     ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
     if training.architecture.experts and job.method.quantizes:
         ways = tuple(each for each in ways if not why_not_in_4_bits(job.parallelism, each))

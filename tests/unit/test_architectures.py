@@ -103,21 +103,22 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "wide"), [("mixtral", 96), ("qwen3_moe", 32)])
+@pytest.mark.parametrize(("kind", "wide"), [("mixtral", 96), ("qwen3_moe", 32), ("gpt_oss", 96)])
 def test_a_mixture_s_parts_are_those_of_the_real_model(kind: str, wide: int, tmp_path: Path) -> None:
     path, config = tmp_path / "config.json", {**MIXTURE, "model_type": kind}
-    if kind == "mixtral":
+    if kind != "qwen3_moe":
         del config["num_experts"], config["moe_intermediate_size"]
     path.write_text(json.dumps(config))
     real, planned = on_meta(transformers.AutoModelForCausalLM.from_config, path), read_architecture(str(path))
     parts = planned.by_part()
     assert planned.parameters == sum(parts.values()) == weights_of(real)
     assert {name: parts[name] for name in ("experts", "gate", "norms")} == {
-        "experts": planned.expert_weights,
-        "gate": weights_of(real, "mlp.gate."),
-        "norms": weights_of(real, "norm"),
+        "experts": weights_of(real, "experts"),
+        "gate": weights_of(real, "mlp.gate.") + weights_of(real, "mlp.router."),
+        "norms": weights_of(real, "norm") + weights_of(real, "sinks"),
     }
-    assert planned.expert_weights == weights_of(real, "experts")
+    biases = weights_of(real, "experts.gate_up_proj_bias") + weights_of(real, "experts.down_proj_bias")
+    assert planned.expert_weights == parts["experts"] - biases
     assert (planned.experts, planned.chosen, planned.intermediate) == (8, 2, 2 * wide)
     path.write_text(json.dumps({**config, "mlp_only_layers": [0]}))
     with pytest.raises(NotPlannedError, match="Only some layers"):

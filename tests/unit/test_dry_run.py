@@ -205,16 +205,20 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("technique", "precision"), [("lora", "bf16"), ("full", "bf16"), ("full", "bf16-mixed")])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_what_a_mixture_keeps_of_many_tokens_is_what_the_closed_form_says(
     kind: str, technique: str, precision: str, checkpointing: bool, shape: Callable[..., str]
 ) -> None:
     """Within 5 %, of experts so small that activations decide."""
-    sizes = {"num_local_experts": 4} if kind == "mixtral" else {"num_experts": 16, "moe_intermediate_size": 128}
-    architectures = {"mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    sizes = {"num_experts": 16, "moe_intermediate_size": 128} if kind == "qwen3_moe" else {"num_local_experts": 4}
+    architectures = {
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+    }
     model = shape(
         model_type=kind, architectures=[architectures[kind]], hidden_size=512, head_dim=128, intermediate_size=1024,
-        num_experts_per_tok=2 if kind == "mixtral" else 8, max_position_embeddings=2048, **sizes,
+        num_experts_per_tok=8 if kind == "qwen3_moe" else 2, max_position_embeddings=2048, **sizes,
     )  # fmt: skip
     targets = "all" if technique == "full" else "q_proj,k_proj,v_proj,o_proj"
     run = RunConfig(
@@ -223,6 +227,7 @@ def test_what_a_mixture_keeps_of_many_tokens_is_what_the_closed_form_says(
         target_modules=targets,
         precision=precision,
         gradient_checkpointing=checkpointing,
+        attention="eager" if kind == "gpt_oss" else "sdpa",
         weights="random",
     )
     batch = BatchShape(8, 2048, 2047)

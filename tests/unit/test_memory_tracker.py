@@ -47,6 +47,16 @@ def test_softmax_s_backward_kernel_on_cuda_makes_a_temporary(dtype: torch.dtype)
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+def test_autocast_leaves_a_softmax_in_the_format_that_is_asked_for() -> None:
+    """As CUDA's (ATen/autocast_mode.h: `fp32_set_opt_dtype`); gpt-oss asks for that of its scores."""
+    scores = torch.ones(4, 16, dtype=torch.bfloat16)
+    with like_cuda(), torch.autocast("cpu", torch.bfloat16), tracker() as counted:
+        asked_for = torch.nn.functional.softmax(scores, dim=-1, dtype=torch.bfloat16)
+        assert sum(counted.timeline["load"].values()) == 2 * scores.numel()
+        assert torch.nn.functional.softmax(scores, dim=-1).dtype == torch.float32
+    assert asked_for.dtype == torch.bfloat16
+
+
 @pytest.fixture
 def four_ranks() -> Iterator[DeviceMesh]:
     """A mesh of which this process is the first rank, and the others are not there."""

@@ -37,6 +37,7 @@ ROUNDED = {
     "idefics3-8b-llama3": 8_460_000_000,
     "mixtral-8x7b": 46_700_000_000,
     "qwen3-30b-a3b": 30_500_000_000,
+    "gpt-oss-20b": 20_900_000_000,
 }
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
 INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}

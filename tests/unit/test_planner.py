@@ -506,6 +506,14 @@ def test_a_mixture_is_ranked_without_what_would_be_refused(planned: Planned, ask
         assert (code, said in errors, errors.count("\n")) == (2, True, 1), errors
 
 
+def test_gpt_oss_has_eager_attention_alone(planned: Planned, asked: Asked) -> None:
+    options = "--model gpt-oss-20b --gpu h200 --technique lora"
+    assert "--attention eager" in planned(options)["run"]
+    code, _, errors = asked(f"{options} --attention flash")
+    assert (code, errors.count("\n")) == (2, 1)
+    assert "pass --attention eager" in errors
+
+
 @pytest.mark.parametrize(
     ("settings", "is_known"),
     [
