@@ -10,6 +10,7 @@ from common.base.errors import BadInputError, NotPlannedError
 from common.planning.model_configs import check_sizes, find_config, reach_of_positions, read_config, refuse_quantized
 
 COLOURS = 3  # channels of a pixel where the config.json does not say
+LAYER_TYPES = {"full_attention", "sliding_attention"}  # which are equal but for a mask
 
 
 class Block(StrEnum):
@@ -319,6 +320,11 @@ class Family:
 
 def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
     kind, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    if unknown := sorted(set(config.get("layer_types") or ()) - LAYER_TYPES):
+        raise NotPlannedError(
+            f"{name} has layers of the kind {', '.join(map(repr, unknown))}, but the closed form knows "
+            f"{' and '.join(sorted(LAYER_TYPES))} alone."
+        )
     family = FAMILIES[kind]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
@@ -503,7 +509,10 @@ FAMILIES = {
     "qwen3": Family(_llama_like, normalizes_queries=True),
     "smollm3": Family(_llama_like, tied=True),
     "ministral3": Family(_llama_like),
-    "olmo2": Family(_llama_like, has_wide_norms=True, normalizes_queries=True, normalizes_whole_queries=True),
+    **dict.fromkeys(
+        ("olmo2", "olmo3"),
+        Family(_llama_like, has_wide_norms=True, normalizes_queries=True, normalizes_whole_queries=True),
+    ),
     "gemma3_text": Family(_llama_like, tied=True, norms=4, has_wide_norms=True, normalizes_queries=True),
     "phi3": Family(_llama_like, fuses_linears=True),
     "mixtral": Family(_mixture, routes_in_fp32=True),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from common.planning.plans import make_plan
 from common.planning.ranking import ranked_plans
 from common.planning.time_plan import Cluster
 
-LLAMA_LIKE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
+LLAMA_LIKE = ("gemma3_text", "llama", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3")
 
 
 def on_meta(make: Callable[..., torch.nn.Module], path: Path) -> torch.nn.Module:
@@ -123,6 +124,15 @@ def test_a_mixture_s_parts_are_those_of_the_real_model(kind: str, wide: int, tmp
     path.write_text(json.dumps({**config, "mlp_only_layers": [0]}))
     with pytest.raises(NotPlannedError, match="Only some layers"):
         read_architecture(str(path))
+
+
+def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
+    config = json.loads((MODEL_CONFIGS / "olmo-3-7b.json").read_text())
+    path = tmp_path / "config.json"
+    for kinds, unknown in ((["sliding_attention", "full_attention"], ""), (["full_attention", "conv"], "conv")):
+        path.write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": kinds}))
+        with pytest.raises(NotPlannedError, match=f"layers of the kind '{unknown}'") if unknown else nullcontext():
+            assert read_architecture(str(path)).layers == 2
 
 
 def test_a_hub_id_is_found_among_the_shapes_and_a_revision_in_the_cache_alone(

@@ -112,7 +112,7 @@ def test_closed_form_and_dry_run_are_two_ways_to_one_figure(settings: dict[str, 
     assert planner.closed_form_gib(point) == pytest.approx(planner.dry_run_gib(point), rel=0.05)
 
 
-WIDE_NORMS = ("olmo-2-0425-1b", "gemma-3-1b")  # whose normalized numbers full fine-tuning keeps
+WIDE_NORMS = ("olmo-2-0425-1b", "olmo-3-7b", "gemma-3-1b")  # whose normalized numbers full fine-tuning keeps
 
 
 def longest_of_each_family() -> list:

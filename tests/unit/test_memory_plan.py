@@ -455,8 +455,9 @@ def test_tensor_parallel_divides_layers_and_leaves_hidden_states_whole() -> None
         }
         for job in (one, four)
     )
-    divided = ("queries, keys, values", "result of attention, token by token", "attention scores", "dropout of the scores",
-               "MLP before and after its activation", "gradients of the attention scores")  # fmt: skip
+    divided = ("queries, keys, values", "result of attention, token by token", "attention scores",
+               "dropout of the scores", "MLP before and after its activation",
+               "gradients of the attention scores")  # fmt: skip
     same = ("inputs of the layer norms", "inputs of the projections", "dropout masks")
     expected = {**dict.fromkeys(divided, 4), **dict.fromkeys(same, 1)}
     assert {what: alone[what] / shared[what] for what in expected} == expected

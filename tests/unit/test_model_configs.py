@@ -26,6 +26,7 @@ PUBLISHED = {  # where: assets/README.md
     "bart-large-cnn": 406_290_432,
     "smollm3-3b": 3_075_098_624,
     "olmo-2-0425-1b": 1_484_916_736,
+    "olmo-3-7b": 7_298_011_136,
     "phi-4": 14_659_507_200,
     "phi-3-mini-4k": 3_821_079_552,
     "gemma-3-1b": 999_885_952,
