@@ -19,6 +19,16 @@ FALCON_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads"
 OPT_SIZES = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "word_embed_proj_dim": 64, "max_position_embeddings": 512}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+          "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.1}  # fmt: skip
+"""Queries grow with their places: as Ministral 3's, but from the eighth token on."""
+GEMMA4_LAYERS = ["sliding_attention", "full_attention"]
+GEMMA4 = {"num_hidden_layers": 4, "layer_types": 2 * GEMMA4_LAYERS, "num_kv_shared_layers": 2, "global_head_dim": 32,
+          "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 1536,
+          "final_logit_softcapping": 30.0}  # fmt: skip
+"""As the small ones of the family: embeddings for each layer, and a second half that has no keys of its own."""
 LARGER_START = {"initializer_range": 0.2}
 """As `tests.recipes.conftest.TINY` has it: with 0.02 a tiny encoder's classes are the same for every text."""
 ENCODER_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -68,6 +78,11 @@ DECODERS = by_key(
         TinyFamily("Qwen3-MoE", "qwen3_moe",
                    {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
         TinyFamily("gpt-oss", "gpt_oss", {**SIZES, **EXPERTS}),
+        TinyFamily("Ministral 3", "ministral3", {**SIZES, "rope_parameters": YARN}),
+        TinyFamily("Gemma 4", "gemma4_text", {**SIZES, **GEMMA4}),
+        TinyFamily("Qwen3.5", "qwen3_5_text", {**SIZES, **LINEAR}),
+        TinyFamily("OLMo Hybrid", "olmo_hybrid", {**SIZES, **LINEAR}),
+        TinyFamily("LFM2", "lfm2", {**SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 64}),
         TinyFamily("GPT-2", "gpt2", GPT2_SIZES, chats=False),
         TinyFamily("OPT", "opt", OPT_SIZES, chats=False),
         TinyFamily("Falcon", "falcon", FALCON_SIZES, chats=False),
@@ -97,21 +112,26 @@ ENCODER_DECODERS = by_key(
 FAMILIES = {**DECODERS, **ENCODERS, **ENCODER_DECODERS}
 
 
-def make_tiny(family: str, folder: Path) -> str:
-    """Save a tiny model of the family with a tokenizer, and return the folder; an encoder has no head for labels."""
+def make_tiny(family: str, folder: Path, **changes: object) -> str:
+    """Save a tiny model of the family with a tokenizer, and return the folder; an encoder has no head for labels.
+
+    `changes`: of its config.
+    """
     if family in ENCODERS:
-        return _save(FAMILIES[family], folder, "AutoModelForMaskedLM", minilm_folder())
+        return _save(FAMILIES[family], folder, "AutoModelForMaskedLM", minilm_folder(), changes)
     if family in ENCODER_DECODERS:
-        return _save(FAMILIES[family], folder, "AutoModelForSeq2SeqLM", EMBEDDED_SUMMARIZER)
-    return _save(FAMILIES[family], folder, "AutoModelForCausalLM", EMBEDDED_BASE)
+        return _save(FAMILIES[family], folder, "AutoModelForSeq2SeqLM", EMBEDDED_SUMMARIZER, changes)
+    return _save(FAMILIES[family], folder, "AutoModelForCausalLM", EMBEDDED_BASE, changes)
 
 
-def _save(family: TinyFamily, folder: Path, auto_class: str, tokenizer_folder: Path) -> str:
+def _save(
+    family: TinyFamily, folder: Path, auto_class: str, tokenizer_folder: Path, changes: dict[str, object]
+) -> str:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     start = {"decoder_start_token_id": tokenizer.pad_token_id} if auto_class == "AutoModelForSeq2SeqLM" else {}
     config = AutoConfig.for_model(
         family.model_type, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **start, **family.sizes,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **{**start, **family.sizes, **changes},
     )  # fmt: skip
     torch.manual_seed(0)
     getattr(transformers, auto_class).from_config(config).save_pretrained(folder)

@@ -4,18 +4,19 @@
     python -m common.dry_run 2.1_lora_finetuning/run_1_a6000_48g_x1 --batch_size 4 --model llama-3.1-70b
 
 A fake tensor has a shape, a dtype and a storage of the right size, but no bytes: every operation of the step runs,
-and computes nothing. A mode counts the storages that are alive. Two small depths are run; as every further layer adds
-the same, they are extrapolated to all layers. Of a divided model each device's share is run alone.
+and computes nothing. A mode counts the storages that are alive. Two small depths are run; as every further layer, or
+group of unlike layers, adds the same, they are extrapolated to all. Of a divided model each share is run alone.
 
 Of a run on a GPU it does as a GPU does where that has other operations: dropout's masks, layer norms and softmax under
 autocast, unfused optimizers, TRL's head. It cannot see the CUDA context, gaps between allocated blocks, and what is
 being sent between devices.
 """
 
+from collections import defaultdict
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from transformers import PretrainedConfig
+from transformers import GradientCheckpointingLayer, PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import NotPlannedError
@@ -27,8 +28,9 @@ from common.checks.inputs import check_optimizer
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB, MIB
 from common.models.families import suited_to_model
-from common.models.loading import any_shape_config
+from common.models.loading import any_shape_config, model_without_weights
 from common.models.placement import place_stages
+from common.models.trained_weights import language_part
 from common.planning.job import BatchShape
 from common.planning.plan_texts import outlined
 from common.planning.plans import Plan, plan_run
@@ -36,7 +38,6 @@ from common.planning.shares import Share
 from common.planning.terms import PARTS
 from common.runtime.memory_tracker import Bytes, Timeline
 
-SMALL_DEPTHS = (2, 3)
 REAL_STEP = "or take the real step with `{}`"  # of the folder in which a user stands when it is said
 # what configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin
 STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
@@ -122,18 +123,39 @@ def dry_run_of_device(
     if batch.classes:
         config.num_labels = batch.classes
     layers = sum(share.layers) or _depth(config.get_text_config())
-    depths = (layers,) if layers <= max(SMALL_DEPTHS) else SMALL_DEPTHS
+    depths = small_depths((kinds_of_layers(run) or [[]] * layers)[:layers])
     timelines = [fake_step(run, with_depth(config, depth), batch, as_on_gpu, share, number) for depth in depths]
-    return DryRun(extrapolated(*timelines, layers) if len(timelines) > 1 else timelines[0])
+    return DryRun(extrapolated(*timelines, *depths, layers) if len(timelines) > 1 else timelines[0])
 
 
-def extrapolated(few: Timeline, more: Timeline, layers: int) -> Timeline:
-    """Extrapolate from two depths to `layers` layers: every layer adds the same to every part of every segment."""
-    times = (layers - SMALL_DEPTHS[0]) / (SMALL_DEPTHS[1] - SMALL_DEPTHS[0])
+def kinds_of_layers(run: RunConfig) -> list[list[tuple[int, ...]]]:
+    """Return the shapes of each layer's weights, of its layer in each stack where there are several."""
+    model, shapes = model_without_weights(run), defaultdict(list)
+    part = language_part(model)
+    for name, module in model.named_modules():
+        if isinstance(module, GradientCheckpointingLayer) and name.startswith(part):
+            shapes[name.rpartition(".")[2]] += [tuple(weight.shape) for weight in module.parameters()]
+    return list(shapes.values())
+
+
+def small_depths(kinds: list[list[tuple[int, ...]]]) -> tuple[int, ...]:
+    """Return two depths between which lies what repeats up to the last layer, as small as can be; or all layers.
+
+    The smaller one has more layers than are repeated: of unlike ones those in the middle may be the fullest.
+    """
+    for more in range(3, len(kinds)):
+        for few in range(more - 1, more // 2, -1):
+            if (len(kinds) - few) % (more - few) == 0 and kinds[few : few - more] == kinds[more:]:
+                return few, more
+    return (len(kinds),)
+
+
+def extrapolated(few: Timeline, more: Timeline, few_layers: int, more_layers: int, layers: int) -> Timeline:
+    """Extrapolate from two depths to `layers` layers: each group of them adds the same to every part of a segment."""
+    times = (layers - few_layers) / (more_layers - few_layers)
     return {
         segment: {part: few[segment][part] + times * (more[segment][part] - few[segment][part]) for part in PARTS}
         for segment in few
-        if not segment.endswith("middle layers")  # never above both ends: a line between them
     }
 
 
@@ -163,6 +185,8 @@ def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return the same architecture with `layers` layers (in each stack), and its vision tower as it is."""
     small = deepcopy(config)
     text = small.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", 0):  # the last ones read keys of those before
+        text.num_kv_shared_layers = max(0, shared - text.num_hidden_layers + layers)
     for name in _depth_names(text):
         setattr(text, name, layers)
     if getattr(text, "layer_types", None):

@@ -37,7 +37,7 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         of_text = config.get_text_config()
         heads = of_text.num_attention_heads
         check_shares_heads(run.sp_size, heads, getattr(of_text, "num_key_value_heads", None) or heads)
-    for suited in (_attention, _padding, _targets, _dropout, _device_map, _rate):
+    for suited in (_attention, _padding, _recomputation, _targets, _dropout, _device_map, _rate):
         changes, why = suited(run, config)
         run = replace(run, **changes)
         if why:
@@ -72,6 +72,17 @@ def _padding(run: RunConfig, config: PretrainedConfig) -> Changes:
             f"{name} is {getattr(run, name)}, but of {run.model} {attention} cannot separate rows: leave --{name} out."
         )
     return {"padding_free": "no"}, f"rows are padded, as {attention} cannot separate them"
+
+
+def _recomputation(run: RunConfig, config: PretrainedConfig) -> Changes:
+    """Turn the reentrant kind of checkpointing off where layers read more than their inputs (Gemma 3n, Gemma 4).
+
+    It computes layers without gradients first, and such keys and values would stay without: wrong, and nothing fails.
+    """
+    shares_keys = getattr(config.get_text_config(), "num_kv_shared_layers", 0)
+    if not (shares_keys and run.gradient_checkpointing and run.use_reentrant):
+        return {}, ""
+    return {"use_reentrant": False}, "use_reentrant is False, as it would lose gradients of keys that layers share"
 
 
 def _targets(run: RunConfig, config: PretrainedConfig) -> Changes:

@@ -166,16 +166,18 @@ def _even_map(model: PreTrainedModel, stages: int) -> StageMap:
         )
     stage_map = {name: number * stages // len(layers) for number, name in enumerate(layers)}
     head, is_tied = model.get_output_embeddings(), bool(model.all_tied_weights_keys)
-    inside = tuple(f"{name}." for name in layers)
+    inside, beside = tuple(f"{name}." for name in layers), []
     for name, module in model.named_modules():
         if name in stage_map or name.startswith(inside):
             continue
-        if any(True for _ in module.parameters(recurse=False)):
-            comes_first = isinstance(module, torch.nn.Embedding) or (is_tied and module is head)
-            stage_map[name] = 0 if comes_first else stages - 1
+        if isinstance(module, torch.nn.Embedding) or module is head:
+            stage_map[name] = stages - 1 if module is head and not is_tied else 0
+        elif any(True for _ in module.parameters(recurse=False)):
+            beside.append(name)
         elif any(True for _ in module.buffers(recurse=False)):  # rotary frequencies, which every layer reads
             stage_map[name] = 0
-    return stage_map
+    # one is the last norm; of several some work on what embeddings give (Gemma 4), and their names do not say which
+    return stage_map | dict.fromkeys(beside, stages - 1 if len(beside) == 1 else 0)
 
 
 def _layer_names(model: PreTrainedModel) -> list[str]:

@@ -18,8 +18,8 @@ SEPARATE_ROWS = "separate_rows"  # its name as an attention implementation; rows
 EXCHANGED_HEADS = "exchanged_heads"  # of 2.8, where ranks share rows and exchange tokens for heads
 # decoders that are tested; of others some put more into the mask, which is not made here, than into the arguments
 KINDS = {
-    "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe",
-    "smollm3",
+    "gemma3_text", "gemma4_text", "gpt2", "llama", "ministral3", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2",
+    "qwen3", "qwen3_moe", "smollm3",
 }  # fmt: skip
 WIDEST_HEAD = 256  # that `varlen_attn` takes (aten/.../flash_attn/flash_api.cpp)
 # before PyTorch 2.12 `varlen_attn` accepts grouped-query attention without `enable_gqa`

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tests.families import make_tiny
 from tests.fixtures import TINY_ENCODER, Finished
 from tests.recipes.folders import BASE, VISION_BASE
 
@@ -81,8 +82,19 @@ def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def tiny_families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of this year's families two whose layers differ: with linear attention, and with embeddings for each layer."""
+    about, root = {"initializer_range": TINY["initializer_range"]}, tmp_path_factory.mktemp("families")
+    return {family: make_tiny(family, root / family, **about) for family in ("qwen3_5_text", "gemma4_text")}
+
+
+@pytest.fixture(scope="session")
 def tiny_models(
-    tiny_chat_model: str, encoders: dict[str, str], strong_summarizer: str, tiny_vision_model: str
+    tiny_chat_model: str,
+    encoders: dict[str, str],
+    strong_summarizer: str,
+    tiny_vision_model: str,
+    tiny_families: dict[str, str],
 ) -> dict[str, str]:
     """By task, the folder of a tiny model; and by its name, of another one."""
     return {
@@ -93,4 +105,5 @@ def tiny_models(
         "preferences": tiny_chat_model,
         "rewards": tiny_chat_model,
         "roberta": encoders["roberta"],
+        **tiny_families,
     }

@@ -200,6 +200,10 @@ def of_task(task: str, strategy: str, technique: str, *overrides: str) -> Case:
     return Case(strategy, technique, one.place, settings, task, reference=one)
 
 
+def of_family(one: Case, strategy: str, place: Path, *overrides: str, launch: str = "two_ranks") -> Case:
+    return Case(strategy, "full", place, (*ALL, *overrides), one.task, one.note, one.model, launch, reference=one)
+
+
 def divided(note: str, *overrides: str) -> Case:
     return chat("MP", "full", MP, *WHOLE_BATCH, *TWO_GPUS, *overrides, note=note, launch="fake_machine")
 
@@ -286,13 +290,22 @@ THREE_PARTS = one_device_of(
     "full", TORCHRUN, *TWO_PARTS, "--partitions", "3", *OF_RANK, task="summarization", note="three parts",
     sgd=sgd("0.85", "0.1"),
 )  # fmt: skip
+QWEN3_5, GEMMA4 = (
+    one_device_of("full", FULL, *WHOLE_BATCH, *ALL, note=name, model=model, sgd=sgd(clip, "0.05"))
+    for name, model, clip in (("Qwen3.5", "qwen3_5_text", "6.6"), ("Gemma 4", "gemma4_text", "8.9"))
+)
 MORE_CASES = [
     classifying("PP", "full", *STAGES, reference=ROBERTA),
     classifying("TP", "full", *WHOLE_BATCH, reference=ROBERTA),
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
+    of_family(QWEN3_5, "FSDP2", SHARDED, *OF_RANK, "--gradient_checkpointing"),
+    of_family(QWEN3_5, "ZeRO-3", SHARDED, *OF_RANK, "--parallel", "zero3", launch="deepspeed"),
+    of_family(GEMMA4, "MP", MP, *WHOLE_BATCH, *TWO_GPUS, "--device_map", "even", launch="fake_machine"),
+    of_family(GEMMA4, "FSDP2", SHARDED, *OF_RANK, "--gradient_checkpointing"),
+    of_family(GEMMA4, "SP", SP, *WHOLE_BATCH),
 ]
-"""Another model of a kind, and parts of the rows that ranks cannot share evenly."""
+"""Another model of a kind, parts of the rows that ranks cannot share evenly, and two families whose layers differ."""
 CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
 STATES_ARE_SHARED_BY = (
     "DDP, lora", "FSDP2, full", "FSDP2, lora", "FSDP2, hybrid, full", "ZeRO-1, full", "ZeRO-2, lora", "ZeRO-3, full",

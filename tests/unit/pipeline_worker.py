@@ -43,9 +43,9 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
-HEADS = {kind: {"head_dim": 8} for kind in ("Qwen3", "Gemma3Text")}  # others divide their hidden state
+HEADS = {kind: {"head_dim": 8} for kind in ("Qwen3", "Gemma3Text", "Ministral3")}  # others divide their hidden state
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Olmo2", "Phi3", "Gemma3Text")
+DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Olmo2", "Phi3", "Gemma3Text", "Ministral3")
 Differences = dict[str, float]
 
 

@@ -25,11 +25,11 @@ from tests.unit.ranks import largest, tell
 RANKS, WORDS = 4, 200
 LENGTHS = (5, 23, 9)
 """Of the rows: 37 tokens together, which neither two nor four ranks divide evenly."""
-WINDOWS = {family: {"sliding_window": 6} for family in ("gemma3_text", "mistral", "mixtral", "phi3")}
+WINDOWS = {family: {"sliding_window": 6} for family in ("gemma3_text", "gemma4_text", "mistral", "mixtral", "phi3")}
 """Fewer tokens than a rank's part has: a window reaches over a seam."""
 MIXTURES = ("mixtral", "qwen3_moe")
 """Experts' products are not there in fp64."""
-IN_FP32 = (*MIXTURES, "gemma3_text")
+IN_FP32 = (*MIXTURES, "gemma3_text", "gemma4_text")
 """In parts at least: Gemma's norms are."""
 UNUSUAL = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "opt": {"dropout": 0.0}}
 

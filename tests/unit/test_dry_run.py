@@ -14,12 +14,14 @@ from unittest import mock
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks import dry_run as dry_run_room, fake_steps
-from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_depth
+from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, kinds_of_layers, small_depths, with_depth
 from common.checks.fake_steps import (
     batch_inputs,
     build_model,
@@ -41,6 +43,7 @@ from common.planning.terms import PARTS
 from common.runtime import memory_tracker
 from common.runtime.memory_tracker import Timeline
 from common.training.answer_logits import keep_answer_logits
+from tests.families import FAMILIES
 from tests.forked import run_forked
 
 SHAPE = {
@@ -127,6 +130,31 @@ def test_two_small_depths_tell_a_larger_one(technique: str, shape: Callable[...,
         expected = {part: whole[segment][part] for part in PARTS}
         assert {part: parts[part] for part in PARTS} == pytest.approx(expected, rel=0.002, abs=2_000), segment
     assert told.peak_segment == max(whole, key=lambda segment: total(whole[segment]))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma4_text", "lfm2"])
+def test_layers_that_differ_are_told_by_what_repeats(family: str, tmp_path: Path) -> None:
+    """Two layers of another kind between those of attention; the second half of Gemma 4's have no keys of their own."""
+    first, other = FAMILIES[family].sizes["layer_types"][:2]
+    changes = {"num_hidden_layers": 12, "layer_types": 4 * [first, first, other]}
+    changes |= {"num_kv_shared_layers": 6} if family == "gemma4_text" else {}
+    config = AutoConfig.for_model(family, **{**FAMILIES[family].sizes, "vocab_size": 512, "pad_token_id": 0, **changes})
+    config.update({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]})
+    config.save_pretrained(tmp_path)
+    run = RunConfig(technique="full", model=str(tmp_path / "config.json"), weights="random", precision="bf16")
+    batch = BatchShape(rows=2, length=16, labelled=8)
+    whole, told = fake_step(run, any_shape_config(run.model), batch, as_on_gpu=True), dry_run(run, batch)
+    assert total(told.peak) == pytest.approx(max(totals(whole).values()), rel=0.002)
+    assert small_depths(kinds_of_layers(run)) == (6, 9)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "depths"),
+    [("aaaaaa", (2, 3)), ("baaaaa", (2, 3)), ("aa", (2,)), ("aaa", (3,)), ("abababab", (4, 6)), ("aabaabaabaa", (5, 8)),
+     ("aaab" * 8, (8, 12)), ("aabbab", (6,))],
+)  # fmt: skip
+def test_small_depths_hold_what_repeats_up_to_the_last_layer(kinds: str, depths: tuple[int, ...]) -> None:
+    assert small_depths(list(kinds)) == depths
 
 
 PLAIN = ("bf16", False, BatchShape(2, 512, 511))

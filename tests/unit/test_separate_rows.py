@@ -12,6 +12,7 @@ from common.base.run_config import RunConfig
 from common.data.batches import lay_end_to_end, longest_batch, within_budget
 from common.data.rows import Tokens
 from common.models.families import suited_to_model
+from common.models.known_padding import padding_known
 from common.models.loading import any_shape_config
 from common.models.separate_rows import SEPARATE_ROWS, separate_rows, separates_rows, without_mask
 from common.planning.job import BatchShape
@@ -20,7 +21,11 @@ from tests.families import DECODERS, make_tiny
 LENGTHS = (37, 5, 21, 2)
 SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
-SEPARATED = [name for name in DECODERS if name not in ("gpt_oss", "falcon")]
+PADDED = ("gpt_oss", "falcon", "qwen3_5_text", "olmo_hybrid", "lfm2")
+"""Whose attention adds to its mask, or whose other layers hand a state on from token to token."""
+SEPARATED = [name for name in DECODERS if name not in PADDED]
+FILLER = 7  # a token that rows have, too
+LARGER = {"initializer_range": 0.2}
 
 
 def rows_of(seed: int = 0, vocabulary: int = 101) -> list[Tokens]:
@@ -129,10 +134,41 @@ def test_auto_separates_rows_on_a_gpu_where_there_is_a_kernel(settings: dict[str
     assert suited_to_model(RunConfig(technique="full", device="cuda", **settings)).is_padding_free == is_free
 
 
-def test_a_model_that_cannot_is_refused_where_it_was_asked_for(tmp_path: Path) -> None:
-    run = RunConfig(technique="full", model=make_tiny("falcon", tmp_path / "falcon"), padding_free="yes")
-    with pytest.raises(BadInputError, match=r"padding_free is .*falcon, sdpa. cannot separate rows"):
+@pytest.mark.parametrize("family", ["falcon", "qwen3_5_text", "lfm2"])
+def test_a_model_that_cannot_is_refused_where_it_was_asked_for(family: str, tmp_path: Path) -> None:
+    run = RunConfig(technique="full", model=make_tiny(family, tmp_path / family), padding_free="yes")
+    with pytest.raises(BadInputError, match=rf"padding_free is .*{family}, sdpa. cannot separate rows"):
         suited_to_model(run)
+
+
+def test_a_convolution_reaches_over_the_border_of_packed_rows(tmp_path: Path) -> None:
+    """Why such models are padded: Transformers packs them without an error, and the losses are wrong."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny("lfm2", tmp_path / "lfm2", **LARGER)).eval()
+    alone = losses_alone(model, rows_of())
+    separate_rows(model)
+    assert (losses(model, rows_of()) - alone).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", PADDED)
+def test_padding_enters_no_row_s_losses(family: str, side: str, tmp_path: Path) -> None:
+    """On the right, as in training, and on the left, with positions as `generate` counts them."""
+    folder = make_tiny(family, tmp_path / family, **LARGER)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    length = max(LENGTHS)
+    ids, mask = (torch.full((len(LENGTHS), length), fill) for fill in (FILLER, 0))
+    for number, row in enumerate(rows_of()):
+        own = slice(length - LENGTHS[number], None) if side == "left" else slice(LENGTHS[number])
+        ids[number, own], mask[number, own] = torch.tensor(row["input_ids"]), 1
+    batch = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    with torch.no_grad(), padding_known(batch):
+        logits, blind = (model(input_ids=ids, use_cache=False, **about).logits for about in (batch, {}))
+    is_learnt = mask[:, 1:].bool() & mask[:, :-1].bool()
+    found, wrong = (cross_entropy(each[:, :-1][is_learnt], ids[:, 1:][is_learnt], reduction="none")
+                    for each in (logits, blind))  # fmt: skip
+    alone = losses_alone(model, rows_of())
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
+    assert side == "right" or (wrong - alone).abs().max() > 1e-3  # the negative control
 
 
 @pytest.mark.parametrize(

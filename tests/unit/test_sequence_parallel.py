@@ -120,10 +120,11 @@ def test_groups_of_ranks_share_a_step() -> None:
     assert run.sharing == "ddp-sp2"
 
 
-def test_a_family_whose_rows_cannot_be_separated_is_refused(tmp_path: Path) -> None:
-    """Falcon's attention adds more to its mask than rows' borders tell."""
+@pytest.mark.parametrize("family", ["falcon", "qwen3_5_text", "olmo_hybrid", "lfm2"])
+def test_a_family_whose_rows_cannot_be_separated_is_refused(family: str, tmp_path: Path) -> None:
+    """Falcon's attention adds more to its mask than rows' borders tell; others' layers hand a state on, row to row."""
     from tests.families import make_tiny
 
-    folder = make_tiny("falcon", tmp_path / "falcon")
+    folder = make_tiny(family, tmp_path / family)
     with pytest.raises(BadInputError, match="leave --sp_size out"):
         suited_to_model(RunConfig(**SP, model=folder))
