@@ -124,9 +124,7 @@ def make_tiny(family: str, folder: Path, **changes: object) -> str:
     return _save(FAMILIES[family], folder, "AutoModelForCausalLM", EMBEDDED_BASE, changes)
 
 
-def _save(
-    family: TinyFamily, folder: Path, auto_class: str, tokenizer_folder: Path, changes: dict[str, object]
-) -> str:
+def _save(family: TinyFamily, folder: Path, auto_class: str, tokenizer_folder: Path, changes: dict[str, object]) -> str:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     start = {"decoder_start_token_id": tokenizer.pad_token_id} if auto_class == "AutoModelForSeq2SeqLM" else {}
     config = AutoConfig.for_model(

@@ -4,9 +4,9 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,18 @@ from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import TECHNIQUES
 from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, evaluation_of, job_of, read_options
-from common.checks.rent_command import prices_of, rent_answer
+from common.checks.rent_command import rent_answer
 from common.checks.run_command import last_lines, run_command
-from common.hardware.devices import Gpu, find_gpu
+from common.checks.serve_command import serve_answer
+from common.hardware.devices import Gpu
 from common.hardware.prices import usual_price
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import Job
 from common.planning.model_configs import usual_tiles
 from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
-from common.planning.plan_texts import explanation, outlined, recommendation, table, why
-from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, check_fit, make_plan
+from common.planning.plan_texts import explanation, recommendation, table, why
+from common.planning.plans import LONGEST_ROW, TOKENS_STEP, Plan, make_plan
 from common.planning.published_rates import evidence
 from common.planning.ranking import (
     LONGEST_FIRST,
@@ -36,18 +37,12 @@ from common.planning.ranking import (
     usual_precision,
     with_longest_rows,
 )
-from common.planning.serving_plan import GGUF_BYTES, GGUF_FAMILIES, WAYS, Serving, sliding_layers
-from common.planning.shares import whole_model
 from common.planning.time_plan import MEASURED, Calibration, Cluster, calibration_from, fast_enough_from_gbit
 from common.records.store import kept_records
 
 # what the contract's JSON says of a plan's job, by its own names
 OF_JOB = ("technique", "parallel", "dp_replicate_size", "sp_size", "precision", "gradient_checkpointing",
           "micro_batches")  # fmt: skip
-OF_SERVING = {"model", "model_revision", "serve", "gpu", "gpu_memory_gib", "gpu_tflops", "per_device_train_batch_size",
-              "max_length", "max_target_length", "tiles", "classes", "technique", "quantization", "lora_r",
-              "target_modules", "prices", "json"}  # fmt: skip
-CHEAPEST = 3  # cards that are named for each way to serve
 PIPELINES = (
     "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe where "
     "there are fewer micro-batches than stages"
@@ -64,7 +59,7 @@ def main() -> None:
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     if options.serve:
-        return _serve_answer(options)
+        return serve_answer(options)
     if options.asks_what_to_rent:
         return rent_answer(options)
     cluster, job = cluster_of(options), job_of(options)
@@ -138,59 +133,6 @@ def answer(options: PlannerOptions) -> int:
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].may_fit else 1
-
-
-def _serve_answer(options: PlannerOptions) -> int:
-    """Print what serving takes; 0 if a card holds all rows, else 1."""
-    idle = {each.name for each in fields(options) if getattr(options, each.name) != each.default} - OF_SERVING
-    if idle or isinstance(options.max_length, Tokens):
-        said = f"leave out --{min(idle)}" if idle else "pass --seq-len a number"
-        raise NotPlannedError(f"--serve plans one card, 16 or 4 bits a weight, and rows of a given length: {said}.")
-    architecture = read_architecture(options.model, options.model_revision, options.classes)
-    if architecture.tower:
-        options = replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
-    job, sliding = job_of(options), sliding_layers(architecture, options.model, options.model_revision)
-    check_fit(architecture, job.with_targets_of(architecture))
-    found = list(_served(options, architecture, job, sliding))
-    best = next((each for fits in ("yes", "tight") for each in found if each["fits"] == fits), None)
-    most = best or max(found, key=lambda each: each["max_rows"])
-    fits = {"yes": "fit", "tight": "fit tightly"}.get(most["fits"], "do not fit (pass fewer or shorter ones)")
-    said = f"Rows of {job.batch.length:,} tokens, {job.batch.rows:,} at once, {fits}: "
-    said += f"up to {most['max_rows']:,} are safe on {most['gpu']}, {most['way']}."
-    assumed = [
-        "rows are prompts with their answers; one prompt is read while all other rows add a token",
-        f"adapters of rank {job.lora_rank}, in fp32; {sliding} of {architecture.layers} layers keep only their window",
-        *dict.fromkeys(f"{each['gpu']}: {each['price']}" for each in found if each["price"]),
-    ]
-    if options.json:
-        said_of = {"model": options.model, "figures": "projected", "recommendation": said, "assumptions": assumed}
-        print(json.dumps(said_of | {"served": found}, indent=2))
-    else:
-        cells = [[f"{each:,.2f}" if isinstance(each, float) else each for each in row.values()][:-1] for row in found]
-        print(outlined(cells, [name.replace("_", "\n", 1) for name in found[0]][:-1], range(3)))
-        print("\n- ".join(["every figure is projected; assumed:", *assumed]), said, sep="\n\n")
-    return 0 if best else 1
-
-
-def _served(options: PlannerOptions, architecture: Architecture, job: Job, sliding: int) -> Iterator[dict[str, Any]]:
-    """Yield each way on the cards that are named; else on the cheapest that hold all rows, or those that hold most."""
-    names_cards, rows = (options.gpu or options.gpu_memory_gib) and not options.asks_what_to_rent, job.batch.rows
-    if names_cards:
-        cards = {gpu: usual_price(gpu) for gpu in cluster_of(options).gpus}
-    else:  # on demand, as a server must stay
-        prices = sorted(prices_of(replace(options, on_demand=True)), key=lambda price: -price.usd_per_hour)
-        cards = {find_gpu(price.gpu): price for price in prices if price.gpus == 1}
-    if not cards:
-        raise NotPlannedError("None of these prices is of one card alone: leave out --prices, or name another --gpu.")
-    gguf = GGUF_BYTES if architecture.model_type in GGUF_FAMILIES and not architecture.window else ()
-    ways = {way: name for way, name in (WAYS | dict.fromkeys(gguf, "full")).items() if name in options.techniques}
-    for way, technique in ways.items():
-        own, whole = replace(job, technique=technique).with_targets_of(architecture), whole_model(architecture)
-        of_cards = (Serving(architecture, own, whole, gpu, way=way, rows=rows, sliding=sliding) for gpu in cards)
-        found = [serving.figures(cards[serving.gpu]) for serving in of_cards]
-        if not names_cards:
-            found = sorted(found, key=lambda each: (-min(rows, each["max_rows"]), each["usd_per_hour"]))[:CHEAPEST]
-        yield from found
 
 
 def _one_machine_alone(plan: Plan, calibration: Calibration) -> tuple[str, dict[str, object]]:

@@ -80,7 +80,7 @@ def serving(
     architecture = read_architecture(model)
     job = Job(technique, "single", BatchShape(ROWS, length, 1, target_length=target))
     found = {"rows": ROWS, "sliding": sliding_layers(architecture, model)} | changes
-    return Serving(architecture, job.with_targets_of(architecture), whole_model(architecture), gpu, **found)
+    return Serving(architecture, job.suited_to(architecture), whole_model(architecture), gpu, **found)
 
 
 def bytes_of(model: torch.nn.Module) -> int:
