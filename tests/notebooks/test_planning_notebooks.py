@@ -142,7 +142,12 @@ def test_the_bills_and_the_frontier_are_the_planners(tmp_path: Path) -> None:
     hours = 4 * 1_235_814_400 * 5_000 * 3 * 300 / (0.61 * 989.4e12) / 3600
     assert f"H100 80GB SXM          3.99 {hours:6.2f}" in shown(notebook)
     (unbeaten,) = re.findall(r"machines and ways fit, (\d+) are not beaten", shown(notebook))
-    machines = re.findall(r"<td>(\d x [^<]+)</td>", outputs_of(notebook, "text/html")[-1])
+    *_, of_machines, of_servers = outputs_of(notebook, "text/html")
+    machines = re.findall(r"<td>(\d x [^<]+)</td>", of_machines)
     assert 0 < len(machines) <= int(unbeaten) + 3  # what does not fit in another phase makes room for others
     assert re.search(r"an interruption costs \d+ minutes and [\d.]+ USD", shown(notebook))
+    assert "by hand: 2.30 GiB of weights, 2.00 GiB of keys and values" in shown(notebook)
+    rows = re.findall(r"<th>(\w+ [^<]+)</th>\s*(?:<td>\w+</td>\s*){2}<td>(.+)</td>\s*<td>(.+)</td>", of_servers)
+    servers = {find_gpu(gpu).name: (float(weights_gib), float(cache_gib)) for gpu, weights_gib, cache_gib in rows}
+    assert servers == dict.fromkeys(("RTX 4090 24GB", "A100 80GB SXM", "H100 80GB SXM"), (2.3, 2.0))
     assert pictures(notebook) == 2
