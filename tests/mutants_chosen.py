@@ -1033,6 +1033,27 @@ MODELS_AND_ROWS = (
         ("tests/recipes/test_families.py::test_experts_in_4_bits_take_no_adapters_and_are_dequantized_layer_by_layer",),
     ),
     Fault(
+        "gradients of keys that layers share are lost where layers are recomputed",
+        "common/models/families.py",
+        '    return {"use_reentrant": False}, "use_reentrant is',
+        '    return {}, "use_reentrant is',
+        _unit("unlike_layers", "keys_that_layers_share_get_their_gradients_when_layers_are_recomputed"),
+    ),
+    Fault(
+        "modules whose results are added are on two devices",
+        "common/models/placement.py",
+        "stages - 1 if len(beside) == 1 else 0)",
+        "stages - 1)",
+        _unit("unlike_layers", "modules_whose_results_are_added_are_on_one_device"),
+    ),
+    Fault(
+        "a dry run takes the layers of a hybrid for equal ones",
+        "common/checks/dry_run.py",
+        " and kinds[few : few - more] == kinds[more:]:",
+        ":",
+        _unit("dry_run", "layers_that_differ_are_told_by_what_repeats"),
+    ),
+    Fault(
         "freeing a quantized mixture leaves its scales in memory",
         "common/models/shards.py",
         "                for holder in module.modules():  # the layer, or what reads experts\n",

@@ -303,7 +303,6 @@ MORE_CASES = [
     of_family(QWEN3_5, "ZeRO-3", SHARDED, *OF_RANK, "--parallel", "zero3", launch="deepspeed"),
     of_family(GEMMA4, "MP", MP, *WHOLE_BATCH, *TWO_GPUS, "--device_map", "even", launch="fake_machine"),
     of_family(GEMMA4, "FSDP2", SHARDED, *OF_RANK, "--gradient_checkpointing"),
-    of_family(GEMMA4, "SP", SP, *WHOLE_BATCH),
 ]
 """Another model of a kind, parts of the rows that ranks cannot share evenly, and two families whose layers differ."""
 CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
