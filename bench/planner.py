@@ -57,7 +57,7 @@ FAMILY_SHAPES = {
     "gemma-3-1b": ((8, 256), (2, 2048)),
     "gpt2": ((4, 512), (8, 1024)),
 }
-MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b")
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b-0924", "gpt-oss-20b")
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 # with points of full fine-tuning of the linear layers alone
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")

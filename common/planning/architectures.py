@@ -517,6 +517,7 @@ FAMILIES = {
     "phi3": Family(_llama_like, fuses_linears=True),
     "mixtral": Family(_mixture, routes_in_fp32=True),
     "qwen3_moe": Family(_mixture, normalizes_queries=True),
+    "olmoe": Family(_mixture, normalizes_queries=True, normalizes_whole_queries=True),
     "gpt_oss": Family(_mixture, attention_bias=True, has_wide_norms=True, is_gpt_oss_like=True),
     "bert": Family(
         _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",

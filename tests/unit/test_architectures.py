@@ -104,9 +104,11 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "wide"), [("mixtral", 96), ("qwen3_moe", 32), ("gpt_oss", 96)])
+@pytest.mark.parametrize(("kind", "wide"), [("mixtral", 96), ("qwen3_moe", 32), ("olmoe", 96), ("gpt_oss", 96)])
 def test_a_mixture_s_parts_are_those_of_the_real_model(kind: str, wide: int, tmp_path: Path) -> None:
     path, config = tmp_path / "config.json", {**MIXTURE, "model_type": kind}
+    if kind == "olmoe":  # whose norms of queries are as wide as the hidden states
+        config["head_dim"] = 16
     if kind != "qwen3_moe":
         del config["num_experts"], config["moe_intermediate_size"]
     path.write_text(json.dumps(config))
