@@ -1,1 +1,1 @@
-"""What only this repository needs: `make bench`, a rented GPU's minutes, and the tables of its pages."""
+"""What no run needs: `make bench`, a rented GPU's minutes, comparing and sweeping runs, and the tables of the pages."""

@@ -139,9 +139,10 @@ def kinds_of_layers(run: RunConfig) -> list[list[tuple[int, ...]]]:
 
 
 def small_depths(kinds: list[list[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return two depths between which lies what repeats up to the last layer, as small as can be; or all layers.
+    """Return the two smallest depths from which all layers can be extrapolated, or one: all layers.
 
-    The smaller one has more layers than are repeated: of unlike ones those in the middle may be the fullest.
+    Layers from the smaller depth on repeat in groups of the difference. It is more than one group: of unlike layers
+    those in the middle may hold the most.
     """
     for more in range(3, len(kinds)):
         for few in range(more - 1, more // 2, -1):

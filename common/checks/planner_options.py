@@ -99,14 +99,14 @@ class PlannerOptions:
     on_demand: bool = setting(False, "What to rent: without spot.")
     budget: float | None = setting(None, "What to rent: US dollars that the whole run may cost.")
     deadline: str | None = setting(None, "What to rent: until when, as 6h, 90m, 2d or 2026-12-24T18:00.")
-    prices: str | None = setting(None, "What to rent: a file of prices, as common/hardware/prices.toml.")
+    prices: str | None = setting(None, "What to rent, or --serve: a file of prices, as common/hardware/prices.toml.")
     data: str = setting(
         "", "What to rent: the rows to train on, counted and measured, instead of the options for them."
     )
     num_train_epochs: float = shared("num_train_epochs", RunConfig.num_train_epochs)
     rows_per_step: int = setting(16, "What to rent: rows of an optimizer step, on all GPUs together.")
     picture: str | None = setting(None, "What to rent: a file for the picture of dollars against hours (.png, .svg).")
-    serve: bool = setting(False, "What serving the tuned model takes, instead of training it; on which card.")
+    serve: bool = setting(False, "Plan serving the tuned model instead of training it, and name the cheapest cards.")
     explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
     json: bool = setting(False, "Print JSON.")
 

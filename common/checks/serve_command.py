@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from common.base.errors import NotPlannedError
-from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, job_of
+from common.checks.planner_options import PlannerOptions, Tokens, cluster_of, job_of, short_option
 from common.checks.rent_command import prices_of
 from common.hardware.devices import find_gpu
 from common.hardware.prices import usual_price
@@ -29,7 +29,7 @@ def serve_answer(options: PlannerOptions) -> int:
     """Print what serving takes; 0 if a card holds all rows, else 1."""
     idle = {each.name for each in fields(options) if getattr(options, each.name) != each.default} - OF_SERVING
     if idle or isinstance(options.max_length, Tokens):
-        said = f"leave out --{min(idle)}" if idle else "pass --seq-len a number"
+        said = f"leave out {short_option(options, min(idle))}" if idle else "pass --seq-len a number"
         raise NotPlannedError(f"--serve plans one card, 16 or 4 bits a weight, and rows of a given length: {said}.")
     architecture = read_architecture(options.model, options.model_revision, options.classes)
     if architecture.tower:
@@ -39,12 +39,16 @@ def serve_answer(options: PlannerOptions) -> int:
     found = list(_served(options, architecture, job, sliding))
     best = next((each for fits in ("yes", "tight") for each in found if each["fits"] == fits), None)
     most = best or max(found, key=lambda each: each["max_rows"])
-    fits = {"yes": "fit", "tight": "fit tightly"}.get(most["fits"], "do not fit (pass fewer or shorter ones)")
+    instead = "pass fewer or shorter ones" if most["max_rows"] else "name a larger card, or pass shorter ones"
+    fits = {"yes": "fit", "tight": "fit tightly"}.get(most["fits"], f"do not fit ({instead})")
     said = f"Rows of {job.batch.length:,} tokens, {job.batch.rows:,} at once, {fits}: "
     said += f"up to {most['max_rows']:,} are safe on {most['gpu']}, {most['way']}."
     assumed = [
-        "rows are prompts with their answers; one prompt is read while all other rows add a token",
-        f"adapters of rank {job.lora_rank}, in fp32; {sliding} of {architecture.layers} layers keep only their window",
+        "rows are prompts with their answers; one is read while all others add a token"
+        if most["cache_gib"]
+        else "all rows are read at once",
+        f"adapters of rank {job.lora_rank}, in fp32",
+        *([f"{sliding} of {architecture.layers} layers keep only their window"] if sliding else []),
         *dict.fromkeys(f"{each['gpu']}: {each['price']}" for each in found if each["price"]),
     ]
     if options.json:
@@ -71,6 +75,7 @@ def _served(options: PlannerOptions, architecture: Architecture, job: Job, slidi
     ways = {way: name for way, name in (WAYS | dict.fromkeys(gguf, "full")).items() if name in options.techniques}
     for way, technique in ways.items():
         own, whole = replace(job, technique=technique).suited_to(architecture), whole_model(architecture)
+        own = replace(own, attention="sdpa")  # servers have a fused kernel for gpt-oss, too
         of_cards = (Serving(architecture, own, whole, gpu, way=way, rows=rows, sliding=sliding) for gpu in cards)
         found = [serving.figures(cards[serving.gpu]) for serving in of_cards]
         if not names_cards:

@@ -306,8 +306,8 @@ class Family:
     normalizes_whole_queries: bool = False  # of all heads at once
     fuses_linears: bool = False  # queries, keys and values come from one projection, gate and up from another one
     routes_in_fp32: bool = False  # a mixture weighs what its experts make with numbers in fp32
-    # attention has a learnt score beside those of tokens, which Transformers' eager one alone computes, in the scores'
-    # own format; experts have biases, and what they read of gate and up is clamped first
+    # attention has a learnt sink per head, which of eager, SDPA and flash-attn only eager computes, in the scores' own
+    # format; experts have biases, and what they read of gate and up is clamped first
     is_gpt_oss_like: bool = False
     has_pooler: bool = False  # through which a classifier reads the first token, without dropout before it
     positions: str = ""  # name of the module that embeds places; empty = none of its own. It cannot be cut into stages

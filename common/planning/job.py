@@ -325,9 +325,9 @@ class Job(HasSpecs):
         return replace(self, batch=batch, parallel="single", offload=False, **on_one, **changes)
 
     def suited_to(self, architecture: Architecture) -> "Job":
-        """Return the job with adapters on a mixture's attention alone, where it does not name layers; gpt-oss's eager.
+        """Return the job as this model trains: a mixture's adapters on attention if no layers are named; gpt-oss eager.
 
-        Its learnt scores are in no other attention that a run may choose.
+        No other attention that a run may choose has gpt-oss's attention sinks.
         """
         is_open = self.method.has_adapters and self.target_modules in ((), ALL_LINEAR) and architecture.experts
         targets = architecture.names_to_adapt if is_open else self.target_modules

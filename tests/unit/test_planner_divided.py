@@ -58,7 +58,7 @@ def test_two_cards_of_24_gb_show_what_splitting_saves() -> None:
     plans = ranked("--model qwen2.5-7b --gpu rtx-3090 --gpus 2 --batch-size 1 --seq-len 1024")["ranked"]
     lora = {plan["parallel"]: plan for plan in plans if plan["technique"] == "lora"}
     for parallel in ("fsdp", "zero3", "pp"):
-        assert 11 < lora[parallel]["run_peak_gib"] < 17.3, parallel
+        assert 11.2 < lora[parallel]["run_peak_gib"] < 17.3, parallel
         assert lora[parallel]["run_peak_gib"] <= lora[parallel]["training_peak_gib"]
 
 

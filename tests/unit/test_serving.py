@@ -263,6 +263,16 @@ def test_a_model_that_no_card_holds_is_shown_on_those_that_hold_most(asked: Aske
     assert min(each["capacity_gib"] for each in served) > 200
 
 
+def test_servers_have_a_fused_kernel_for_gpt_oss(asked: Asked) -> None:
+    code, out, _ = asked("--model", "gpt-oss-20b", "--gpu", "a6000", "--seq-len", 8192, "--json")
+    assert code == 0
+    assert json.loads(out)["served"][0]["beside_gib"] < 3
+
+
+def test_where_the_weights_alone_are_too_large_a_larger_card_is_asked_for(asked: Asked) -> None:
+    assert "a larger card" in asked("--model", "llama-3.1-70b", "--gpu", "t4")[1]
+
+
 def test_all_experts_of_a_mixture_are_held(asked: Asked) -> None:
     served = json.loads(asked("--model", "mixtral-8x7b", "--gpu", "h200", "--json")[1])["served"]
     assert served[0]["weights_gib"] == pytest.approx(46_702_792_704 * 2 / GIB)
