@@ -278,11 +278,12 @@ class LayerActivations:
         """Return what is alive only while one layer is back-propagated."""
         again = self.job.gradient_checkpointing
         working = self._tile_backward(stack) if self.job.tiled_mlp else self._mlp_backward(stack, again)
-        saved, mlp = self.saved(stack) if again else [], [] if self.job.tiled_mlp else self._mlp(stack)
-        ways = [[*times_each(saved, 1, "computed again: "), *working]]
+        ways = [[*times_each(self.saved(stack), again, "computed again: "), *working]]
         if self.job.attention == "eager":  # the MLP is done
-            before_mlp = times_each([term for term in saved if term not in mlp], 1, "computed again: ")
-            ways.append([*before_mlp, self._score_gradients(stack, 0 if again else size_of(mlp))])
+            left = [*self._norms(stack), *self._attention(stack), *self._dropouts(stack)]
+            left += self._of_linears(_only(Block.ATTENTION, stack))
+            gone = size_of(self._mlp(stack)) * (not again and not self.job.tiled_mlp)
+            ways.append([*times_each(left, again, "computed again: "), self._score_gradients(stack, gone)])
             # a decoder's masks, of whole rows and of windows: checkpointing keeps what layers are called with
             masks = (1 + (self.architecture.window > 0)) * (again and stack.kind == StackKind.DECODER)
             size = masks * self.batch.tokens * self.batch.length * self.hidden_bytes
