@@ -292,7 +292,7 @@ THREE_PARTS = one_device_of(
 )  # fmt: skip
 QWEN3_5, GEMMA4 = (
     one_device_of("full", FULL, *WHOLE_BATCH, *ALL, note=name, model=model, sgd=sgd(clip, "0.05"))
-    for name, model, clip in (("Qwen3.5", "qwen3_5_text", "6.6"), ("Gemma 4", "gemma4_text", "8.9"))
+    for name, model, clip in (("Qwen3.5", "qwen3_5_text", "6.6"), ("Gemma 4", "gemma4_text", "6.2"))
 )
 MORE_CASES = [
     classifying("PP", "full", *STAGES, reference=ROBERTA),
