@@ -41,7 +41,7 @@ SPREAD_SHARE = 0.12
 
 
 def ranks_gib_of(gpu: Gpu) -> float:
-    """Return what NCCL needs on such a GPU, in GiB; a bridge, which few have, counts as PCIe: that may be too little."""
+    """Return what NCCL needs on such a GPU, in GiB; a bridge, which few have, counts as PCIe: maybe too little."""
     if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge:
         return RANKS_GIB
     return RANKS_GIB * (4 if gpu.pcie_generation >= 5 else 2) / NVLINK_CHANNELS
