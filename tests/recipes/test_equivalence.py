@@ -300,7 +300,6 @@ MORE_CASES = [
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
     of_family(QWEN3_5, "FSDP2", SHARDED, *OF_RANK, "--gradient_checkpointing"),
-    of_family(QWEN3_5, "ZeRO-3", SHARDED, *OF_RANK, "--parallel", "zero3", launch="deepspeed"),
     of_family(GEMMA4, "MP", MP, *WHOLE_BATCH, *TWO_GPUS, "--device_map", "even", launch="fake_machine"),
     of_family(GEMMA4, "FSDP2", SHARDED, *OF_RANK, "--gradient_checkpointing"),
 ]

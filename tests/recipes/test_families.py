@@ -69,11 +69,13 @@ IN_SHORT = ("gpt2", "mixtral")
 """Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
 BY_ANOTHER = {
     "2.1": [family for family in DECODERS if family not in (*IN_SHORT, *NOT_IN_4_BITS)],
+    **{workflow: ["olmo_hybrid"] for workflow in ("2.3", "2.5")},
     "2.4": [family for family in DECODERS if family not in IN_SHORT],
     "3.1 full": [family for family in ENCODERS if family not in ("bert", "deberta-v2", "distilbert")],
 }
 """Left to `make soak`, as another workflow does as much with the family in `make test-all`: QLoRA adapts the layers
-that LoRA does, MP trains the weights that one device does, and LoRA the head for labels."""
+that LoRA does, MP trains the weights that one device does, and LoRA the head for labels; or as another family has its
+kinds of layers."""
 
 Runs = dict[str, Trained]
 
