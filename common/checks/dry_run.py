@@ -190,7 +190,7 @@ def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
         text.num_kv_shared_layers = max(0, shared - text.num_hidden_layers + layers)
     for name in _depth_names(text):
         setattr(text, name, layers)
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # of some models a property, which follows the depth
         text.layer_types = text.layer_types[:layers]
     return small
 

@@ -121,7 +121,7 @@ class PlannerOptions:
                 raise BadInputError(
                     f"{short_option(self, name)} is {begin_of(value, 40)}, but must be above 0 and at most {LARGEST:,}."
                 )
-        for name in () if self.asks_what_to_rent else ("num_train_epochs", "rows_per_step"):
+        for name in () if self.asks_what_to_rent or self.serve else ("num_train_epochs", "rows_per_step"):
             if getattr(self, name) != getattr(type(self), name):
                 raise BadInputError(f"{short_option(self, name)} is for what to rent: leave it out, or pass --gpu any.")
         if self.classes < 0 or self.classes == 1:

@@ -37,7 +37,8 @@ def serve_answer(options: PlannerOptions) -> int:
     job, sliding = job_of(options), sliding_layers(architecture, options.model, options.model_revision)
     check_fit(architecture, job.suited_to(architecture))
     found = list(_served(options, architecture, job, sliding))
-    best = next((each for fits in ("yes", "tight") for each in found if each["fits"] == fits), None)
+    fitting = [[each for each in found if each["fits"] == fits] for fits in ("yes", "tight")]
+    best = min(fitting[0] or fitting[1], key=lambda each: each["usd_per_hour"] or 0.0, default=None)
     most = best or max(found, key=lambda each: each["max_rows"])
     instead = "pass fewer or shorter ones" if most["max_rows"] else "name a larger card, or pass shorter ones"
     fits = {"yes": "fit", "tight": "fit tightly"}.get(most["fits"], f"do not fit ({instead})")
@@ -47,7 +48,7 @@ def serve_answer(options: PlannerOptions) -> int:
         "rows are prompts with their answers; one is read while all others add a token"
         if most["cache_gib"]
         else "all rows are read at once",
-        f"adapters of rank {job.lora_rank}, in fp32",
+        f"adapters of rank {job.lora_rank}, in fp32; all of the card serves (vLLM: --gpu-memory-utilization)",
         *([f"{sliding} of {architecture.layers} layers keep only their window"] if sliding else []),
         *dict.fromkeys(f"{each['gpu']}: {each['price']}" for each in found if each["price"]),
     ]

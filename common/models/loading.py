@@ -73,8 +73,8 @@ SEEING = ("idefics2", "idefics3", "smolvlm")  # whose vision tower takes `pixel_
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
         lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
-        "which does not continue a text: pass --model with a shape such as qwen2.5-7b, or go to 3.1 with an encoder or "
-        "3.2 with an encoder-decoder, which the planner plans with --classes or --target-len",
+        "which is no decoder of texts alone: pass --model with a shape such as qwen2.5-7b, or go to 3.1 with an "
+        "encoder or 3.2 with an encoder-decoder, which the planner plans with --classes or --target-len",
     ),
     "encoder": (
         lambda config: config.model_type in ENCODERS and not config.is_encoder_decoder,

@@ -215,8 +215,11 @@ def read_architecture(model: str, revision: str = "", classes: int = 0) -> Archi
     refuse_quantized(model, config)
     kind = config["model_type"]
     if kind not in FAMILIES:
+        has_known_text = config.get("text_config", {}).get("model_type") in FAMILIES
+        instead = "pass its text_config, saved as a config.json" if has_known_text else "pass a model of these"
         raise NotPlannedError(
-            f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
+            f"The architecture {kind!r} of {model} is not known to the planner's formulas, which know "
+            f"{', '.join(FAMILIES)}: {instead}."
         )
     check_sizes(config, place)
     name = path.parent.name if path.name == "config.json" else path.stem

@@ -167,7 +167,7 @@ def test_shapes_are_found_by_hub_id_and_others_refused_with_those_known() -> Non
     assert [any_shape_config(model).hidden_size for model in models] == [3584, 128]
     with pytest.raises(BadInputError, match=r"no shape of nobody/other.*llama-3\.1-8b"):
         any_shape_config("nobody/other")
-    with pytest.raises(BadInputError, match="roberta-large is of the kind roberta, which does not continue a text"):
+    with pytest.raises(BadInputError, match="roberta-large is of the kind roberta, which is no decoder of texts alone"):
         load_tokenizer(RunConfig(model="roberta-large", weights="random"))
 
 
