@@ -29,7 +29,8 @@ def sliding_layers(architecture: Architecture, model: str, revision: str = "") -
     from transformers import AutoConfig  # here: it imports torch, which takes two seconds
 
     with reading(f"The config.json of {model}", PUBLISHED):
-        config = AutoConfig.from_pretrained(find_config(model, revision)).get_text_config(decoder=True)
+        config = AutoConfig.from_pretrained(find_config(model, revision), trust_remote_code=False)
+    config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * architecture.layers
     return kinds.count("sliding_attention")
 

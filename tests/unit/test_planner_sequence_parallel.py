@@ -234,7 +234,8 @@ def test_the_longest_rows_are_shared_by_as_many_as_are_asked_for_once(
 
 
 @pytest.mark.parametrize(
-    ("model", "classes", "said"), [("falcon", (), "closed form"), ("roberta-large", ("--classes", "2"), "reads 512")]
+    ("model", "classes", "said"),
+    [("falcon", (), "not known to the planner"), ("roberta-large", ("--classes", "2"), "reads 512")],
 )
 def test_the_longest_rows_of_a_model_that_cannot_be_planned_are_refused(
     model: str, classes: tuple[str, ...], said: str, tmp_path: Path
