@@ -92,6 +92,11 @@ def real_and_fake(run: RunConfig, batch: BatchShape) -> tuple[Timeline, Timeline
     return tracked_step(run, model, batch_inputs(batch, model), as_on_gpu=False), fake
 
 
+def test_layers_whose_kinds_follow_the_depth_are_cut_with_it() -> None:
+    """Mamba's config has no place for kinds of its own."""
+    assert len(with_depth(AutoConfig.for_model("mamba", num_hidden_layers=4), 2).layer_types) == 2
+
+
 @pytest.mark.parametrize("technique", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [(False, False), (True, True), (True, False)])
 def test_fake_tensors_take_what_real_ones_take(
