@@ -370,6 +370,8 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
 
 def _mixture(name: str, config: dict[str, Any]) -> Architecture:
     """Return a decoder whose MLPs are mixtures: a router, and the experts' matrices, each kind as one parameter."""
+    if config.get("clip_qkv"):
+        raise NotPlannedError(f"{name} clips queries, keys and values (clip_qkv), which the closed form does not know.")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise NotPlannedError(
             f"Only some layers of {name} are mixtures of experts, which the closed form does not know."

@@ -128,6 +128,14 @@ def test_a_mixture_s_parts_are_those_of_the_real_model(kind: str, wide: int, tmp
         read_architecture(str(path))
 
 
+def test_a_mixture_that_clips_its_queries_is_refused(tmp_path: Path) -> None:
+    config = json.loads((MODEL_CONFIGS / "olmoe-1b-7b-0924.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "clip_qkv": 8.0}))
+    with pytest.raises(NotPlannedError, match="clip_qkv"):
+        read_architecture(str(path))
+
+
 def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     config = json.loads((MODEL_CONFIGS / "olmo-3-7b.json").read_text())
     path = tmp_path / "config.json"
