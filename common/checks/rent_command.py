@@ -274,7 +274,8 @@ def _recommendation(
     memory, gpu = choice.plan.highest.phase.memory, choice.plan.highest.gpu
     said = (
         f"Recommended, the {why}{f' within {limit}' if limit else ''}: {choice.said}; {memory.peak_gib:.1f} (safe: "
-        f"{memory.safe_gib:.1f}) of {gpu.memory_gib:.1f} GiB."
+        f"{memory.safe_gib:.1f}) of {gpu.memory_gib:.1f} GiB, and {choice.plan.host_gib:,.0f} GiB of the machine's own "
+        "memory, which not every offer has."
     )
     if choice.is_spot:
         lost_min = choice.interruption_s(RunConfig.max_lost_minutes) / 60
@@ -328,6 +329,7 @@ def _as_json(rental: Rental) -> dict[str, Any]:
         "peak_gib": memory.peak_gib,
         "safe_gib": memory.safe_gib,
         "capacity_gib": plan.highest.gpu.memory_gib,
+        "host_gib": plan.host_gib,
         "preparing_time_s": rental.preparing_s,
         "loading_time_s": rental.plan.phase_times.loading_s,
         "evaluation_time_s": 2 * rental.plan.phase_times.answering_s,

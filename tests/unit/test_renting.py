@@ -16,7 +16,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.planner_command import main
 from common.checks.rent_command import _padded, hours_until
-from common.hardware.devices import CATALOGUE, find_gpu
+from common.hardware.devices import CATALOGUE, GIB, find_gpu
 from common.hardware.prices import ON_DEMAND, SPOT, Price, read_prices, usual_price
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, EvaluationShape, Job
@@ -195,6 +195,9 @@ def test_the_answer_is_a_frontier_a_choice_and_its_command(asked: Asked, tmp_pat
     assert best["most_usd"] <= 50
     assert best["most_hours"] <= 12
     assert best["safe_gib"] <= best["capacity_gib"]
+    weights_gib = 2 * read_architecture("qwen2.5-7b").parameters / GIB
+    assert best["host_gib"] == pytest.approx(weights_gib, rel=0.1)  # the adapter is merged into them there
+    assert f"{best['host_gib']:,.0f} GiB of the machine's own memory" in answer["recommendation"]
     assert answer["run"].startswith("make run FOLDER=")
 
 
